@@ -1,0 +1,38 @@
+# `make demo` and `make test` work on a fresh clone: each makes its own .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+DEMO := demo-checkpoint
+
+# One thread a worker: the tests run many small operations, which threads only slow down.
+TEST_ENV := OMP_NUM_THREADS=1
+
+.PHONY: demo test lint docs clean
+
+demo: $(VENV)/installed
+	rm -rf $(DEMO)
+	$(BIN)/dsv41 make-checkpoint $(DEMO) --small
+	$(BIN)/dsv41 run $(DEMO) --requests 2 --prompt 200 --chunk 64 --decode 16 --verify
+
+test: $(VENV)/installed
+	$(TEST_ENV) $(BIN)/python -m pytest -n auto -q
+
+# mypy sees the packages that pyproject maps to other folders only once they are installed.
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(VENV)/typed build
+	$(BIN)/pip install -q --no-deps --target $(VENV)/typed .
+	cd $(VENV)/typed && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p dsv41
+
+docs: $(VENV)/installed
+	$(BIN)/python -m dsv41.layouts_cli > docs/layouts.md
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info
