@@ -1,0 +1,157 @@
+"""The contract that every backend fulfils. Abstract only: the shared behaviour is in `backends/reference`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dsv41.hal.layout import CacheLayouts
+from dsv41.hal.types import (
+    AttnInputs,
+    AttnOutput,
+    ForwardBatch,
+    LayerCaches,
+    LayerSpec,
+    LayerState,
+    Selection,
+    StepPlan,
+)
+
+if TYPE_CHECKING:
+    from dsv41.hal.device import Device
+    from dsv41.hal.report import SelectionReport
+
+CONTRACT_VERSION = 1
+"""Raised by one whenever a change below breaks a backend written against it; checked when a backend is loaded."""
+
+
+class AttentionBackend(ABC):
+    """One way to compute V4.1 attention on one device.
+
+    Four contracts: padded heads, cache layouts, `forward_mqa`, `o_proj`. Over them stand four segments
+    (`prepare_inputs`, `select`, `attend`, `project`), each of which a vendor that ships a fused run may replace.
+    `facts` are those of its device and `selection` the report that chose it, None for a backend made by hand.
+    """
+
+    contract_version: ClassVar[int] = CONTRACT_VERSION
+    name: ClassVar[str]
+    packed_kv_cache_dtype: ClassVar[str]
+    """What the unspecific request `auto` becomes."""
+
+    accepts_unnormed_unroped_query: ClassVar[bool] = False
+    """The kernel rotates Q itself and reads it chunk-interleaved, so the layer only pads and inserts KV."""
+    supports_graph_capture: ClassVar[bool] = False
+    replays_window: ClassVar[bool] = False
+    """It can clamp the window at a replay start, as a prefix hit needs."""
+    trusts_cache_bytes: ClassVar[bool] = False
+    """It reads caches without scrubbing, so only pages that the canonical writer filled may be given to it."""
+    max_tokens_for_overlap: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        kv_cache_dtype: str = "auto",
+        index_cache_dtype: str = "auto",
+        facts: Device | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.facts = facts
+        self.kv_cache_dtype, self.index_cache_dtype, self.layouts = self.resolve_layouts(
+            kv_cache_dtype, index_cache_dtype
+        )
+        self.selection: SelectionReport | None = None
+
+    # Contract 1: padded heads
+
+    @abstractmethod
+    def get_padded_num_q_heads(self, num_heads: int) -> int:
+        """How many query heads the attention kernel is given for `num_heads` live ones; never fewer."""
+
+    # Contract 2: cache layouts
+
+    @abstractmethod
+    def resolve_layouts(self, kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, str, CacheLayouts]:
+        """The specific names that the two requests become, and the layouts of the window, compressed and index caches.
+
+        Called by the constructor, when `device` and `facts` are set; they may depend on the architecture.
+
+        Raises LayoutError, listing what this backend reads, for a name that is unknown or that it cannot read.
+        """
+
+    # Contract 3: attention
+
+    @abstractmethod
+    def alloc_attn_out(self, inputs: AttnInputs, layer: LayerState) -> AttnOutput:
+        """Room for the attention output of one step, in whatever form `o_proj` takes."""
+
+    @abstractmethod
+    def forward_mqa(
+        self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
+    ) -> None:
+        """Attention of every query over its window rows and selected compressed rows, into `out`.
+
+        Prefill and decode tokens in one call. Padding tokens and rows that attend to nothing become zeros, whatever
+        `out` held before.
+        """
+
+    # Contract 4: output projection
+
+    @abstractmethod
+    def o_proj(self, out: AttnOutput, layer: LayerState, positions: Tensor) -> Tensor:
+        """Rotate back where that is still due, then `wo_a` by groups, then `wo_b`: `[T, hidden]`.
+
+        On a tensor-parallel rank the result is a partial sum.
+        """
+
+    # Hooks
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch, specs: Sequence[LayerSpec]) -> StepPlan:
+        """Everything that a step's kernels need and that does not depend on the layer, derived once for all `specs`."""
+
+    def check_caches(self, spec: LayerSpec, caches: LayerCaches) -> None:  # noqa: B027  (the reference reads any)
+        """Raise LayoutError where this backend would misread one of a layer's caches: another record or placement, a
+        page stride or a size that its kernels cannot address. Called when caches are bound."""
+
+    def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
+        """Derive once, for all layers that consume a selection, what this backend's attention reads."""
+        return selection
+
+    def prepare_weights(self, layer: LayerState) -> Any:
+        """This backend's form of the layer's weights, a pure function of `layer.weights`; None = checkpoint layout."""
+        return None
+
+    def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
+        """Allocate every workspace for steps of at most that size; returns bytes. Steps within it allocate nothing."""
+        return 0
+
+    def warmup(self) -> None:  # noqa: B027  (most backends have nothing to compile)
+        """Compile what this configuration can meet."""
+
+    # Segments
+
+    @abstractmethod
+    def prepare_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
+        """Projections, norms and rotations; writes the window cache, and on KV sources the compressed cache."""
+
+    @abstractmethod
+    def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
+        """Write index keys (KV sources), score, choose candidates and top-k. Called on index sources only.
+
+        `published` is the selection of the index source before, where it scored the same keys.
+        """
+
+    def attend(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, selection: Selection | None) -> AttnOutput:
+        """`forward_mqa` into a fresh output."""
+        out = self.alloc_attn_out(inputs, layer)
+        self.forward_mqa(inputs, layer, selection, plan, out)
+        return out
+
+    def project(self, out: AttnOutput, layer: LayerState, plan: StepPlan) -> Tensor:
+        """`o_proj` at the step's positions."""
+        return self.o_proj(out, layer, plan.batch.positions)

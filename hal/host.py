@@ -1,0 +1,181 @@
+"""What the operating system says of the GPUs of this machine, whether or not torch can use them.
+
+Reads /proc, /sys and /dev only, except for `nvidia-smi` and hip-python, each run in a process of its own with a
+timeout. `root` stands in for / in tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv41.hal.device import Device
+
+ROOT = Path("/")
+_PCI_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
+_GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # display controllers and processing accelerators
+_TIMEOUT = 20.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """The drivers that are loaded, the GPUs on the bus, and the device nodes that a container may lack."""
+
+    nvidia_driver: str | None
+    amd_driver: str | None
+    pci: frozenset[str]
+    kfd_node: bool
+    kfd_readable: bool
+    nvidia_node: bool
+    gpus: tuple[Device, ...]
+    """Devices as the drivers describe them; facts that they do not tell come from the table of archs, or are 0."""
+
+    def has(self, vendor: str) -> bool:
+        """Whether a GPU of the vendor is here, by its driver, the bus or a list of devices."""
+        driver = self.nvidia_driver if vendor == "nvidia" else self.amd_driver
+        return bool(driver) or vendor in self.pci or any(gpu.vendor == vendor for gpu in self.gpus)
+
+
+def read_host(root: Path = ROOT, *, ask_tools: bool = True) -> Host:
+    """The facts of this machine. `ask_tools` also runs nvidia-smi and hip-python, which files alone do not replace."""
+    nvidia, amd = _nvidia_driver(root), _amd_driver(root)
+    kfd = root / "dev/kfd"
+    gpus = _kfd_devices(root)
+    if ask_tools and not gpus and amd:
+        gpus = _hip_python_devices()
+    if ask_tools and not gpus and nvidia:
+        gpus = _nvidia_smi_devices()
+    return Host(
+        nvidia_driver=nvidia,
+        amd_driver=amd,
+        pci=_pci_gpus(root),
+        kfd_node=kfd.exists(),
+        kfd_readable=os.access(kfd, os.R_OK | os.W_OK),
+        nvidia_node=(root / "dev/nvidiactl").exists(),
+        gpus=tuple(gpus),
+    )
+
+
+def cpu_device(root: Path = ROOT) -> Device:
+    """The CPU as a device: its model, memory and the cores that this process may use."""
+    model = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Device.cpu(model[1].strip() if model else "CPU", int(memory[1]) * 1024 if memory else 0, cores)
+
+
+def _nvidia_driver(root: Path) -> str | None:
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+[\d.]*)\s", _text(root / "proc/driver/nvidia/version"))
+    return match[1] if match else None
+
+
+def _amd_driver(root: Path) -> str | None:
+    module = root / "sys/module/amdgpu"
+    return _text(module / "version").strip() or ("in the kernel" if module.is_dir() else None)
+
+
+def _pci_gpus(root: Path) -> frozenset[str]:
+    found = set()
+    for device in _entries(root / "sys/bus/pci/devices"):
+        vendor = _PCI_VENDORS.get(_text(device / "vendor").strip())
+        if vendor and _text(device / "class").strip().startswith(_GPU_CLASSES):
+            found.add(vendor)
+    return frozenset(found)
+
+
+def _kfd_devices(root: Path) -> list[Device]:
+    """AMD GPUs from the kernel driver's topology, which a container sees even without /dev/kfd."""
+    devices: list[Device] = []
+    for node in sorted(_entries(root / "sys/class/kfd/kfd/topology/nodes"), key=lambda path: int(path.name)):
+        facts = {
+            key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", _text(node / "properties"), re.MULTILINE)
+        }
+        version = facts.get("gfx_target_version", 0)
+        if not version:
+            continue  # a CPU node
+        memory = re.search(r"^size_in_bytes (\d+)$", _text(node / "mem_banks/0/properties"), re.MULTILINE)
+        devices.append(
+            Device.gpu(
+                f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}",
+                len(devices),
+                memory_bytes=int(memory[1]) if memory else 0,
+                multiprocessors=facts.get("simd_count", 0) // (facts.get("simd_per_cu") or 1),
+                shared_memory_bytes=facts.get("lds_size_in_kb", 0) * 1024,
+                warp_size=facts.get("wave_front_size", 0),
+            )
+        )
+    return devices
+
+
+def _nvidia_smi_devices() -> list[Device]:
+    """NVIDIA GPUs from nvidia-smi, in its own order."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
+    devices: list[Device] = []
+    for line in _output(query).splitlines():
+        match = re.fullmatch(r"(.+), (\d+)\.(\d), (\d+)", line.strip())
+        if match:
+            arch, memory = f"sm_{match[2]}{match[3]}", int(match[4]) * 1024**2
+            devices.append(Device.gpu(arch, len(devices), name=match[1], memory_bytes=memory))
+    return devices
+
+
+_HIP_PYTHON = """
+import json
+from hip import hip
+def call(result):
+    error, *rest = result
+    if int(error):
+        raise SystemExit(str(error))
+    return rest[0]
+found = []
+for index in range(call(hip.hipGetDeviceCount())):
+    try:
+        props = call(hip.hipGetDeviceProperties(index))
+    except TypeError:
+        props = hip.hipDeviceProp_t()
+        if int(hip.hipGetDeviceProperties(props, index)[0]):
+            raise SystemExit("hipGetDeviceProperties")
+    text = lambda value: value.decode() if isinstance(value, bytes) else str(value)
+    found.append([text(props.gcnArchName), text(props.name), int(props.totalGlobalMem),
+                  int(props.multiProcessorCount), int(props.sharedMemPerBlock), int(props.warpSize)])
+print(json.dumps(found))
+"""
+
+
+def _hip_python_devices() -> list[Device]:
+    """AMD GPUs from hip-python where it is installed. 10.0 returns the properties, older lines fill a given struct."""
+    output = _output([sys.executable, "-c", _HIP_PYTHON]).strip()
+    return [
+        Device.gpu(
+            arch, index, name=name, memory_bytes=memory, multiprocessors=units, shared_memory_bytes=lds, warp_size=warp
+        )
+        for index, (arch, name, memory, units, lds, warp) in enumerate(json.loads(output) if output else [])
+    ]
+
+
+def _output(command: list[str]) -> str:
+    """A command's standard output, empty where it fails in any way."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,31 @@
+"""Just enough of version numbers to compare those of kernel libraries."""
+
+from __future__ import annotations
+
+import re
+
+
+def public(version: str) -> str:
+    """The version without its local part: "0.7.4+cu130" is "0.7.4"."""
+    return version.split("+")[0].strip()
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of the release part: "0.7.2.post1" and "v0.7.2rc1+cu130" are (0, 7, 2)."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", public(version))
+    return tuple(int(number) for number in match[1].split(".")) if match else ()
+
+
+def at_least(version: str | None, needed: str) -> bool:
+    """Whether a release is `needed` or newer; an unknown version is not."""
+    if version is None:
+        return False
+    have, want = release(version), release(needed)
+    width = max(len(have), len(want))
+    return have + (0,) * (width - len(have)) >= want + (0,) * (width - len(want))
+
+
+def build_date(version: str | None) -> int | None:
+    """The date in a version that ends in `.postYYYYMMDD`, as a number; None where there is none."""
+    match = re.search(r"\.post(20\d{6})$", public(version or ""))
+    return int(match[1]) if match else None

@@ -1,0 +1,48 @@
+"""`dsv41 probe` as a person sees it."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from dsv41.hal.device import Platform, platform_names
+from dsv41.hal.probe import probe
+from dsv41.probe_cli import probe_report, render
+
+
+def shown(platform: Platform, width: int = 200) -> str:
+    stream = io.StringIO()
+    render(Console(file=stream, width=width), platform)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", platform_names())
+def test_every_platform_can_be_shown(name: str) -> None:
+    text = shown(Platform.load(name))
+    for words in (f"(played back from {name})", "flashmla-mega", "reference", "chosen", "[arch]", "[planned]"):
+        assert words in text
+
+
+def test_a_narrow_terminal_loses_nothing() -> None:
+    narrow = shown(Platform.load("h200-no-flashmla"), width=60)
+    assert "tokenspeed-flashmla" in "".join(line.strip("│ ").split("│")[-1].strip() for line in narrow.splitlines())
+
+
+def test_what_is_intended_and_what_is_chosen_are_both_shown() -> None:
+    text = shown(Platform.load("h200"))
+    assert "flashmla (intended)" in text
+    (row,) = [line for line in text.splitlines() if "NVIDIA H200" in line and "GiB" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")][-2:] == ["reference", "flashmla"]
+
+
+def test_this_machine_can_be_shown() -> None:
+    platform = probe()
+    assert "played back" not in shown(platform)
+    assert set(probe_report(platform)) >= {"devices", "chosen", "backends", "libraries", "torch", "notes"}
+
+
+def test_the_request_goes_through() -> None:
+    report = probe_report(Platform.load("h200"), kv_cache_dtype="nvfp4_ds_mla", tp_size=8)
+    assert report["intended"]["cuda:0"] == "portable"
+    (reason, *_) = report["backends"]["flashmla"]["cuda:0"]["reasons"]
+    assert reason["class"] == "dtype"
