@@ -1,0 +1,1 @@
+"""Plain torch on any device: the oracle for every other backend."""

@@ -1,0 +1,171 @@
+"""The reference backend: `model.md` in torch, rounding where it says and fp32 between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv41.backends.reference import attention, compress, index
+from dsv41.backends.reference.layouts import resolve_layouts
+from dsv41.backends.reference.linear import find_nan_codes, grouped_linear, linear
+from dsv41.backends.reference.norm import rms_norm, rotate
+from dsv41.backends.reference.planning import make_plan, slots_of
+from dsv41.backends.reference.quantize import round_trip
+from dsv41.errors import InputError
+from dsv41.hal.backend import AttentionBackend
+from dsv41.hal.layout import CacheLayouts
+from dsv41.hal.types import (
+    AttnInputs,
+    AttnOutput,
+    BlockScaledWeight,
+    ForwardBatch,
+    LayerSpec,
+    LayerState,
+    Selection,
+    StepPlan,
+)
+
+
+class ReferenceBackend(AttentionBackend):
+    """Every op and segment in plain torch, on any device, over any layout that is bound to a layer."""
+
+    name = "reference"
+    packed_kv_cache_dtype = "nvfp4_ds_mla"
+
+    # The four contracts
+
+    def get_padded_num_q_heads(self, num_heads: int) -> int:
+        return num_heads
+
+    def resolve_layouts(self, kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, str, CacheLayouts]:
+        return resolve_layouts(kv_cache_dtype, index_cache_dtype)
+
+    def alloc_attn_out(self, inputs: AttnInputs, layer: LayerState) -> AttnOutput:
+        return AttnOutput(torch.empty_like(inputs.q))
+
+    def forward_mqa(
+        self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
+    ) -> None:
+        caches, heads, dtype = layer.caches, layer.spec.num_heads, inputs.q.dtype
+        assert caches is not None
+        parts = [attention.gather(caches.window, plan.window_indices, dtype)]
+        if selection is not None:
+            assert caches.compressed is not None
+            parts.append(attention.gather(caches.compressed, selection.derived, dtype))
+        live = attention.sparse_mqa(inputs.q[:, :heads], parts, layer.weights.attn_sink, layer.spec.scale)
+        out.data.zero_()
+        out.data[:, :heads] = torch.where(plan.token_request[:, None, None] >= 0, live, 0)
+
+    def o_proj(self, out: AttnOutput, layer: LayerState, positions: Tensor) -> Tensor:
+        spec, weights = layer.spec, layer.weights
+        heads = out.data[:, : spec.num_heads]
+        if not out.rotated_back:
+            heads = rotate(heads, positions, layer.cos_sin, inverse=True)
+        tokens, width = heads.shape[0], spec.num_heads // spec.o_groups * spec.head_dim
+        grouped = heads.reshape(tokens, spec.o_groups, width)
+        latent = grouped_linear(grouped, weights.wo_a, quantize=spec.quantize_activations)
+        return linear(latent, weights.wo_b, quantize=spec.quantize_activations)
+
+    # Hooks
+
+    def plan(self, batch: ForwardBatch, specs: Sequence[LayerSpec]) -> StepPlan:
+        return make_plan(batch, specs[0].window)
+
+    def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
+        """`derived` int64 `[T, K]`: the slots of the selected rows, -1 = none."""
+        rows = selection.topk_indices
+        request = plan.token_request[:, None].expand_as(rows)
+        slots = slots_of(plan.batch.compressed_tables[layer.spec.ratio], request, rows)
+        return Selection(rows, selection.candidates, slots)
+
+    def prepare_weights(self, layer: LayerState) -> Any:
+        """Nothing to prepare; NaN codes, which `widen` does not know, are refused here once."""
+        for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"):
+            weight = getattr(layer.weights, name)
+            if isinstance(weight, BlockScaledWeight) and (count := find_nan_codes(weight)):
+                raise InputError(
+                    f"{layer.spec.name}.{name}.weight holds {count} NaN values: expected finite fp8 codes and scales; "
+                    "the checkpoint is damaged, fetch this shard again"
+                )
+        return None
+
+    # The segments
+
+    def prepare_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
+        spec, weights, caches = layer.spec, layer.weights, layer.caches
+        assert caches is not None
+        positions = plan.batch.positions
+        quantize = spec.quantize_activations
+
+        qr = rms_norm(linear(hidden, weights.wq_a, quantize=quantize), weights.q_norm, spec.eps)
+        kv = rms_norm(linear(hidden, weights.wkv, quantize=quantize), weights.kv_norm, spec.eps)
+        q = linear(qr, weights.wq_b, quantize=quantize).view(-1, spec.num_heads, spec.head_dim)
+        q = self._pad_heads(rotate(q, positions, layer.cos_sin), spec)
+        kv = rotate(kv, positions, layer.cos_sin)
+        caches.window.write(plan.window_slots, kv)
+
+        latent = None
+        if spec.owns_compressed:
+            assert caches.compressed is not None
+            latent = compress.compress(hidden, layer, plan)
+            rotated = rotate(latent, self._group_start(layer, plan), layer.cos_sin)
+            caches.compressed.write(plan.compressed_slots[spec.ratio], rotated)
+        return AttnInputs(hidden, qr, q, kv, positions, latent)
+
+    def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
+        spec = layer.spec
+        if spec.owns_compressed:
+            self._insert_index_keys(inputs, layer, plan)
+        visible, num_visible = plan.max_visible[spec.ratio], plan.num_visible[spec.ratio]
+        position = torch.arange(visible, device=num_visible.device)
+        allowed = position < num_visible[:, None]
+        block_size, budget = spec.candidate_block_size, spec.candidate_blocks
+        restricts = spec.publishes_candidates or spec.reads_candidates
+        if visible <= spec.topk and (not restricts or -(-visible // block_size) <= budget):
+            # Everything that a query can see is selected, so there is nothing to score.
+            everything = torch.where(allowed, position, -1)
+            blocks = published.candidates if published is not None else None
+            if spec.publishes_candidates:
+                number = torch.arange(-(-visible // block_size), device=position.device)
+                blocks = torch.where(number * block_size < num_visible[:, None], number, -1)
+            return Selection(everything, blocks)
+
+        scores = self._index_scores(inputs, layer, plan)
+        candidates = published.candidates if published is not None else None
+        if spec.publishes_candidates:
+            blocks = index.candidate_blocks(scores, num_visible, block_size, budget)
+            return Selection(index.top_k(scores, allowed, spec.topk), blocks)
+        if spec.reads_candidates and candidates is not None:
+            allowed = allowed & index.in_blocks(candidates, visible, block_size)
+        return Selection(index.top_k(scores, allowed, spec.topk), candidates)
+
+    # Parts of the segments
+
+    def _pad_heads(self, q: Tensor, spec: LayerSpec) -> Tensor:
+        return torch.nn.functional.pad(q, (0, 0, 0, spec.padded_heads - spec.num_heads))
+
+    def _group_start(self, layer: LayerState, plan: StepPlan) -> Tensor:
+        """The position that a compressed row and its index key are rotated at: that of the group's first token."""
+        ratio = layer.spec.ratio
+        return plan.batch.positions.clamp(min=0) // ratio * ratio
+
+    def _insert_index_keys(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> None:
+        weights, caches = layer.weights.indexer, layer.caches
+        assert weights is not None and weights.wk is not None and weights.k_norm is not None
+        assert inputs.latent is not None and caches is not None and caches.index is not None
+        key = rms_norm(linear(inputs.latent, weights.wk), weights.k_norm, layer.spec.eps)
+        key = rotate(key, self._group_start(layer, plan), layer.cos_sin)
+        caches.index.write(plan.compressed_slots[layer.spec.ratio], key)
+
+    def _index_scores(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> Tensor:
+        """`[T, W]`, as `index.index_scores` gives them, from queries quantised like the keys."""
+        spec, weights, caches = layer.spec, layer.weights.indexer, layer.caches
+        assert weights is not None and caches is not None and caches.index is not None
+        query = linear(inputs.qr, weights.wq_b, quantize=spec.quantize_activations)
+        query = rotate(query.view(-1, spec.index_heads, spec.index_dim), inputs.positions, layer.cos_sin)
+        query = round_trip(caches.index.layout.record, query)
+        head_weight = linear(inputs.hidden, weights.weights_proj) * (spec.index_dim**-0.5 * spec.index_heads**-0.5)
+        return index.index_scores(query, head_weight, caches.index, spec.ratio, plan)
