@@ -1,0 +1,199 @@
+"""The command line. Everything heavy is imported inside the command that needs it, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dsv41.errors import Dsv41Error
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dsv41.run import RunReport
+
+
+def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn our own errors into one line and exit code 2; anything else is a bug and keeps its traceback."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except Dsv41Error as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2)
+
+    return wrapped
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _layers(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: expected layer ids such as 0,2,3,20,24") from None
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dsv41")
+def main() -> None:
+    """DeepSeek-V4.1 sparse attention: what runs here, and whether it is right."""
+
+
+@main.command()
+@click.option(
+    "--as", "platform", metavar="PLATFORM", help="Play back a described machine: a name such as h200, or a file."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def probe(platform: str | None, as_json: bool) -> None:
+    """Devices, libraries, and for each backend whether it is chosen and why not."""
+    from dsv41 import probe_cli
+    from dsv41.hal.device import Platform
+    from dsv41.hal.probe import probe as probe_machine
+
+    machine = Platform.load(platform) if platform else probe_machine()
+    if as_json:
+        click.echo(json.dumps(probe_cli.probe_report(machine), indent=2))
+    else:
+        probe_cli.render(_console(), machine)
+
+
+@main.command()
+@_plain_errors
+def layouts() -> None:
+    """The cache records, drawn byte by byte."""
+    from dsv41.layouts_cli import render_layouts
+
+    render_layouts(_console())
+
+
+@main.command("make-checkpoint")
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--layers", callback=_layers, metavar="IDS", help="Layers to write, such as 0,2,3,20,24. [default: all]")
+@click.option("--small", is_flag=True, help="A small geometry for trying things out, instead of the release's.")
+@click.option("--seed", default=0, show_default=True)
+@_plain_errors
+def make_checkpoint(out: Path, layers: tuple[int, ...] | None, small: bool, seed: int) -> None:
+    """Write a synthetic checkpoint in the release's format: fp8 with UE8M0 scales, realistic statistics."""
+    from dsv41.synthetic import make_checkpoint as make
+    from dsv41.synthetic import small_config
+
+    with _progress() as progress:
+        make(
+            out,
+            layers=layers,
+            seed=seed,
+            config=small_config() if small else None,
+            progress=partial(progress, "writing bytes"),
+        )
+    click.echo(f"wrote {out}")
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--prompt", type=int, help="Prompt tokens of each request. [default: 64, or all of io.safetensors]")
+@click.option("--decode", default=16, show_default=True, help="Tokens that each request decodes.")
+@click.option("--requests", default=1, show_default=True, help="Requests that run at once.")
+@click.option("--chunk", default=256, show_default=True, help="Prompt tokens of a request in one step.")
+@click.option("--layers", callback=_layers, metavar="IDS", help="Layers to load, such as 0,2,3. [default: all]")
+@click.option("--backend", metavar="B", help="A backend by name. [default: the best for this machine]")
+@click.option("--device", metavar="D", help="cpu, cuda, cuda:1, ... [default: the first GPU, else cpu]")
+@click.option("--kv-cache-dtype", default="auto", show_default=True, metavar="D")
+@click.option("--index-cache-dtype", default="auto", show_default=True, metavar="D")
+@click.option(
+    "--quantize-activations", is_flag=True, help="Round inputs of fp8 projections to MXFP8, as the release does."
+)
+@click.option("--verify", is_flag=True, help="Compare each layer with the reference, and with io.safetensors if there.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def run(as_json: bool, **options: Any) -> None:
+    """Prefill and decode with a CHECKPOINT folder; with --verify, exit 1 where the result is wrong."""
+    from dsv41.run import RunOptions
+    from dsv41.run import run as run_checkpoint
+
+    with _progress() as progress:
+        report = run_checkpoint(RunOptions(**options), progress)
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        _print_run(report)
+    sys.exit(1 if report.failures else 0)
+
+
+def _progress() -> AbstractContextManager[Callable[[str, int, int], None]]:
+    """A progress bar on stderr, so that stdout stays clean; nothing where stderr is no terminal."""
+    from contextlib import contextmanager
+
+    @contextmanager
+    def bar() -> Any:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description:>28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=_console(stderr=True), transient=True) as shown:
+            tasks: dict[str, Any] = {}
+
+            def told(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = shown.add_task(what, total=total)
+                shown.update(tasks[what], completed=done, total=total)
+
+            yield told
+
+    return bar()
+
+
+def _print_run(report: RunReport) -> None:
+    from rich.table import Table
+
+    console = _console()
+    layers = Table("layer", "role", title=f"{report.backend} on {report.device}, {report.dtype}")
+    for layer, role in report.layers.items():
+        layers.add_row(str(layer), role)
+    console.print(layers)
+
+    facts = Table(show_header=False)
+    caches = ", ".join(f"{kind} {size:,.0f}" for kind, size in report.cache_bytes_per_token.items())
+    rows: list[tuple[str, str]] = [
+        ("caches", f"kv {report.kv_cache_dtype}, index {report.index_cache_dtype}"),
+        ("cache bytes a token", caches),
+        ("weights", f"{report.weight_bytes / 2**20:,.1f} MiB"),
+        ("prefill", _speed(report.prefill_tokens, report.prefill_tokens_per_second)),
+        ("decode", _speed(report.decode_tokens, report.decode_tokens_per_second)),
+        ("peak memory", f"{report.peak_memory_bytes / 2**20:,.0f} MiB"),
+    ]
+    for name, found in (report.verify or {}).items():
+        extra = ", ".join(
+            f"{key.replace('_', ' ')} {value}"
+            for key, value in found.items()
+            if isinstance(value, int) and not isinstance(value, bool)
+        )
+        rows.append((f"against {name}", f"largest relative error {found['max_relative_error']:.2e}; {extra}"))
+    for fact in rows:
+        facts.add_row(*fact)
+    console.print(facts)
+    if report.verify is not None:
+        for failure in report.failures:
+            console.print(f"[bold red]wrong[/]: {failure}")
+        if not report.failures:
+            console.print("[bold green]verified[/]: every layer is within tolerance")
+
+
+def _speed(tokens: int, rate: float | None) -> str:
+    return f"{tokens} tokens, {rate:,.1f} a second" if rate else "none"

@@ -1,0 +1,141 @@
+"""Attention layers that share compressed rows, selection and candidates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsv41.attention import DeepseekV41Attention, Tap
+from dsv41.errors import InputError
+from dsv41.hal.backend import AttentionBackend
+from dsv41.hal.types import BlockTable, ForwardBatch, LayerCaches, LayerSpec, Selection
+from dsv41.rope import cos_sin_table
+
+if TYPE_CHECKING:
+    from dsv41.checkpoint import Checkpoint
+
+
+class AttentionStack:
+    """The attention layers of a checkpoint, in order, on one backend.
+
+    What lies between attention layers (norms, experts, residual streams) is the engine's: give each layer its own
+    input, or one tensor that a plain residual `x + attention(x)` carries from layer to layer. `max_len` bounds
+    positions (default: the config's); `quantize_activations` rounds the inputs of fp8 projections to MXFP8.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        backend: AttentionBackend,
+        *,
+        max_len: int | None = None,
+        quantize_activations: bool = False,
+    ) -> None:
+        self.config, self.backend = checkpoint.config, backend
+        self.dtype = checkpoint.dtype
+        self.max_len = max_len or self.config.max_position_embeddings
+        tables = {
+            ratio > 0: cos_sin_table(self.config, ratio, self.max_len, backend.device)
+            for ratio in {spec.ratio for spec in checkpoint.specs}
+        }
+        self.layers = [
+            DeepseekV41Attention(
+                replace(spec, quantize_activations=quantize_activations),
+                checkpoint.weights[spec.layer_id],
+                backend,
+                tables[spec.ratio > 0],
+            )
+            for spec in checkpoint.specs
+        ]
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        return [layer.spec for layer in self.layers]
+
+    def bind(self, caches: dict[int, LayerCaches]) -> None:
+        """Bind each layer's caches, keyed by layer id; a layer that owns no compressed rows takes its source's."""
+        for layer in self.layers:
+            own = caches[layer.spec.layer_id]
+            if layer.spec.kv_source is not None and not layer.spec.owns_compressed:
+                source = caches[layer.spec.kv_source]
+                own = replace(own, compressed=source.compressed, index=source.index)
+            layer.bind(own)
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch, *, tap: Tap | None = None) -> Tensor:
+        """Run one step. `hidden` `[T, hidden_size]` gives the residual stream after the last layer; `[L, T,
+        hidden_size]`, an input for each layer, gives each layer's output.
+
+        Everything that can be wrong with the inputs is refused before any cache is written. Raises InputError.
+        """
+        self._check(hidden, batch)
+        plan = self.backend.plan(batch, self.specs)
+        for i, layer in enumerate(self.layers):
+            layer.check(hidden[i] if hidden.ndim == 3 else hidden, plan)
+        outputs: list[Tensor] = []
+        published: Selection | None = None
+        stream = hidden
+        for i, layer in enumerate(self.layers):
+            out, published = layer.forward(hidden[i] if hidden.ndim == 3 else stream, plan, published, tap=tap)
+            if hidden.ndim == 3:
+                outputs.append(out)
+            else:
+                stream = stream + out
+        return torch.stack(outputs) if hidden.ndim == 3 else stream
+
+    def _check(self, hidden: Tensor, batch: ForwardBatch) -> None:
+        shape = [batch.num_tokens, self.config.hidden_size]
+        if list(hidden.shape) not in (shape, [len(self.layers), *shape]):
+            raise InputError(
+                f"hidden states have shape {list(hidden.shape)}: expected [tokens, hidden_size] = {shape}, or one such "
+                f"for each of the {len(self.layers)} layers"
+            )
+        if hidden.dtype != self.dtype:
+            raise InputError(
+                f"hidden states are {hidden.dtype}: this checkpoint computes in {self.dtype}, convert them"
+            )
+        longest = int(batch.seq_lens_cpu.max()) if batch.num_requests else 0
+        if longest > self.max_len:
+            raise InputError(
+                f"a request reaches position {longest - 1}: this stack was built with max_len={self.max_len}; build it "
+                "with a larger one (the config allows "
+                f"{self.config.max_position_embeddings})"
+            )
+        for layer in self.layers:
+            caches, spec = layer.state.caches, layer.spec
+            if caches is None:
+                raise InputError(f"{spec.name} has no caches: call `bind` first, or use a Session")
+            check_pages(batch, batch.window_table, caches.window.num_pages, 1, spec.window, "window")
+            if caches.compressed is not None and spec.ratio in batch.compressed_tables:
+                table, pages = batch.compressed_tables[spec.ratio], caches.compressed.num_pages
+                check_pages(batch, table, pages, spec.ratio, None, f"compressed (ratio {spec.ratio})")
+
+
+def check_pages(
+    batch: ForwardBatch, table: BlockTable, num_pages: int, ratio: int, window: int | None, what: str
+) -> None:
+    """Refuse a table in which a page that the step reads or writes is missing or outside the pool. Host only.
+
+    A window table needs the pages of the last `window` rows before the step's first token; others need all.
+    """
+    query = batch.query_start_loc_cpu.diff().long()
+    last = batch.seq_lens_cpu.long() // ratio  # rows held after the step
+    first = torch.zeros_like(last) if window is None else (last - query - window + 1).clamp(min=0)
+    page = torch.arange(table.pages_cpu.shape[1])
+    size = table.page_size
+    needed = (page >= (first // size)[:, None]) & (page < -(-last // size)[:, None]) & (query > 0)[:, None]
+    wanted = int((-(-last // size))[query > 0].max()) if bool((query > 0).any()) else 0
+    if wanted > table.pages_cpu.shape[1]:
+        raise InputError(
+            f"the {what} table has {table.pages_cpu.shape[1]} pages a request, but {wanted} pages of {size} rows are "
+            "needed for seq_lens: widen it"
+        )
+    bad = needed & ((table.pages_cpu < 0) | (table.pages_cpu >= num_pages))
+    if bool(bad.any()):
+        request, column = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"the {what} table names page {int(table.pages_cpu[request, column])} for request {request}, logical page "
+            f"{column}: expected 0 to {num_pages - 1}, the pages of the bound cache"
+        )
