@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from dsv41.attention import Tap
+from dsv41.borders import settle_window_rows
 from dsv41.cache import bytes_per_token
 from dsv41.checkpoint import Checkpoint, load_checkpoint
 from dsv41.config import DeepseekV41Config
 from dsv41.errors import CheckpointError, InputError
-from dsv41.golden import Golden, GoldenComparison, GoldenTap, settle_window_rows
+from dsv41.golden import Golden, GoldenComparison, GoldenTap
 from dsv41.hal.backend import AttentionBackend
 from dsv41.hal.records import INDEX_MXFP4_68, NVFP4_288, Dialect, v41_528
 from dsv41.hal.select import select_backend
@@ -93,7 +94,7 @@ def run(options: RunOptions, progress: Progress = lambda *_: None) -> RunReport:
     tap: Trace | None = None
     if golden is not None:
         progress("settling rounding borders", 0, 1)
-        tap = GoldenTap(golden, stack.dtype, settle_window_rows(stack, golden))
+        tap = GoldenTap(golden, stack, settle_window_rows(stack, golden))
     elif options.verify:
         tap = Trace()
     session = Session(stack, max_requests=options.requests, max_tokens=options.requests * tokens)
@@ -197,7 +198,7 @@ def _verify(
         report.failures.append(f"reference max_relative_error is {reference.max_relative_error:.3g}, above {limit:.3g}")
     report.verify = {"reference": _as_json(reference)}
     if isinstance(tap, GoldenTap):
-        golden = tap.finish(stack, options.requests, judge=_in_release_records(backend))
+        golden = tap.finish(options.requests, judge=_in_release_records(backend))
         report.failures += golden.failures
         report.verify["golden"] = _as_json(golden)
 
