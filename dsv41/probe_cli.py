@@ -57,17 +57,21 @@ def render(console: Console, platform: Platform, **request: Any) -> None:
 
 
 def _devices(platform: Platform, reports: dict[str, SelectionReport]) -> Table:
-    table = _table("Devices", "device", "name", "arch", "memory", "SM/CU", "shared", "fp8", "backend", "meant for it")
+    table = _table("Devices", "device", "what it is", "backend", "meant for it")
     for device in platform.devices:
         report = reports[device.key]
+        facts = [
+            device.arch,
+            f"{device.memory_bytes / 1024**3:.0f} GiB" if device.memory_bytes else "",
+            f"{device.multiprocessors} {'cores' if device.vendor == 'cpu' else 'SM/CU'}"
+            if device.multiprocessors
+            else "",
+            f"{device.shared_memory_bytes // 1024} KiB shared" if device.shared_memory_bytes else "",
+            f"fp8 {device.fp8_dialect}" if device.fp8_dialect else "",
+        ]
         table.add_row(
             device.key,
-            _plain(device.name),
-            device.arch,
-            f"{device.memory_bytes / 1024**3:.0f} GiB" if device.memory_bytes else "?",
-            str(device.multiprocessors or "?"),
-            f"{device.shared_memory_bytes // 1024} KiB" if device.shared_memory_bytes else "-",
-            device.fp8_dialect or "-",
+            _plain("\n".join((device.name, ", ".join(filter(None, facts))))),
             report.chosen or "[red]none[/red]",
             report.intended or "-",
         )

@@ -338,53 +338,53 @@ def test_fr_89_an_override_is_that_backend_or_an_explained_error(name: str, arch
             select_backend(name, platform=platform)
 
 
-class TestFr108WhoIsAsked:
+class TestWhoIsAsked:
     """Argument, then environment, then automatic; unknown names are errors."""
 
     platform = machine()
 
-    def test_nothing_asked(self) -> None:
+    def test_fr_108_nothing_asked(self) -> None:
         report = explain_backends(platform=self.platform)
         assert (report.chosen, report.source, report.asked) == ("reference", "automatic", None)
 
-    def test_the_environment_is_asked(self, monkeypatch: pytest.MonkeyPatch, double: Any) -> None:
+    def test_fr_108_the_environment_is_asked(self, monkeypatch: pytest.MonkeyPatch, double: Any) -> None:
         double()
         monkeypatch.setenv("DSV41_BACKEND", " Reference\n")
         report = explain_backends(platform=self.platform)
         assert (report.chosen, report.source, report.asked) == ("reference", "DSV41_BACKEND", "reference")
 
-    def test_the_argument_wins_over_the_environment(self, monkeypatch: pytest.MonkeyPatch, double: Any) -> None:
+    def test_fr_108_the_argument_wins_over_the_environment(self, monkeypatch: pytest.MonkeyPatch, double: Any) -> None:
         double()
         monkeypatch.setenv("DSV41_BACKEND", "flashmla")
         report = explain_backends(" DOUBLE ", platform=self.platform)
         assert (report.chosen, report.source) == ("double", "argument")
 
-    def test_auto_as_argument_wins_as_well(self, monkeypatch: pytest.MonkeyPatch, double: Any) -> None:
+    def test_fr_108_auto_as_argument_wins_as_well(self, monkeypatch: pytest.MonkeyPatch, double: Any) -> None:
         double()
         monkeypatch.setenv("DSV41_BACKEND", "reference")
         report = explain_backends("auto", platform=self.platform)
         assert (report.chosen, report.source) == ("double", "automatic")
 
     @pytest.mark.parametrize("value", ["", " ", "\t\n", "auto", "AUTO"])
-    def test_an_empty_variable_is_an_unset_one(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    def test_fr_108_an_empty_variable_is_an_unset_one(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         monkeypatch.setenv("DSV41_BACKEND", value)
         assert explain_backends(platform=self.platform).source == "automatic"
 
     @pytest.mark.parametrize("name", ["", " ", "flashmlaa", "flash_mla", "cuda", "none"])
-    def test_an_unknown_argument_is_an_error_that_lists_the_valid_names(self, name: str) -> None:
+    def test_fr_108_an_unknown_argument_is_an_error_that_lists_the_valid_names(self, name: str) -> None:
         with pytest.raises(BackendError, match=r"is unknown: .*use auto, flashmla-mega, .*portable, reference"):
             select_backend(name, platform=self.platform)
 
-    def test_a_near_miss_is_corrected(self) -> None:
+    def test_fr_108_a_near_miss_is_corrected(self) -> None:
         with pytest.raises(BackendError, match="'refrence' is unknown: did you mean 'reference'"):
             explain_backends("refrence", platform=self.platform)
 
-    def test_an_unknown_variable_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fr_108_an_unknown_variable_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DSV41_BACKEND", "flashmal")
         with pytest.raises(BackendError, match="'flashmal' in DSV41_BACKEND is unknown: did you mean 'flashmla'"):
             explain_backends(platform=self.platform)
 
-    def test_an_unusable_variable_is_refused_and_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fr_108_an_unusable_variable_is_refused_and_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DSV41_BACKEND", "flashmla")
         with pytest.raises(BackendError, match="backend 'flashmla', which DSV41_BACKEND names, cannot run on cpu"):
             select_backend(platform=self.platform)
