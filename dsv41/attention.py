@@ -48,8 +48,8 @@ class DeepseekV41Attention:
         needed = {"compressed": spec.ratio > 0, "index": spec.owns_selection, "compressor_state": self.keeps_state}
         if missing := [name for name, need in needed.items() if need and getattr(caches, name) is None]:
             raise LayoutError(
-                f"{spec.name} (ratio {spec.ratio}) was given no {', '.join(missing)} cache: `cache_specs` lists what "
-                "each layer needs; a layer that owns none takes those of its KV source"
+                f"{spec.name} (ratio {spec.ratio}) was given no {', '.join(missing)}: expected what `cache_specs` "
+                "lists for each layer; give one that owns none those of its KV source"
             )
         self.backend.check_caches(spec, caches)
         self.state.caches = caches
@@ -83,8 +83,8 @@ class DeepseekV41Attention:
             published = backend.prepare_selection(published, layer, plan)
         elif spec.ratio and published is None:
             raise InputError(
-                f"{spec.name} takes over the selection of layer {spec.index_source}, which was not given: run that "
-                "layer first and pass on what its forward returned"
+                f"{spec.name} was given no selection: expected that of layer {spec.index_source}, which it takes over; "
+                "run that layer first and pass on what its forward returned"
             )
         attended = backend.attend(inputs, layer, plan, published if spec.ratio else None)
         output = backend.project(attended, layer, plan)
@@ -99,34 +99,35 @@ class DeepseekV41Attention:
         if tuple(hidden.shape) != expected:
             raise InputError(
                 f"hidden states of {spec.name} have shape {list(hidden.shape)}: expected [tokens, hidden_size] = "
-                f"{list(expected)}"
+                f"{list(expected)}; give one row for each token of the batch, padding included"
             )
         if hidden.device != self.state.cos_sin.device:
             raise InputError(
-                f"hidden states are on {hidden.device} but {spec.name} is on {self.state.cos_sin.device}: move them"
+                f"hidden states are on {hidden.device}: expected {self.state.cos_sin.device}, where {spec.name} is; "
+                "move them"
             )
         if not hidden.dtype.is_floating_point or hidden.dtype.itemsize < 2:
-            raise InputError(f"hidden states are {hidden.dtype}: expected bfloat16 or float32 activations")
+            raise InputError(f"hidden states are {hidden.dtype}: expected bfloat16 or float32; convert them")
         if caches is None:
-            raise LayoutError(f"{spec.name} has no caches: call `bind` before `forward`")
+            raise LayoutError(f"{spec.name} has no caches: expected some; call `bind` first, or use a Session")
         batch = plan.batch
         if batch.causal != spec.causal:
             raise InputError(
-                f"{spec.name} is {'causal' if spec.causal else 'a draft layer, not causal'}, but the batch is "
-                f"{'causal' if batch.causal else 'not'}: build the batch with causal={spec.causal}"
+                f"the batch has causal={batch.causal}: expected {spec.causal}, since {spec.name} is "
+                f"{'causal' if spec.causal else 'a draft layer'}; build a batch of its own for it"
             )
         tables = [(caches.window, batch.window_table)]
         if spec.ratio:
             if spec.ratio not in batch.compressed_tables:
                 raise InputError(
-                    f"the batch has no compressed table for ratio {spec.ratio}, which {spec.name} reads: it has "
-                    f"{sorted(batch.compressed_tables)}"
+                    f"the batch has compressed tables for the ratios {sorted(batch.compressed_tables)}: expected one "
+                    f"for ratio {spec.ratio}, which {spec.name} reads; add it to compressed_pages"
                 )
             assert caches.compressed is not None
             tables.append((caches.compressed, batch.compressed_tables[spec.ratio]))
         for cache, table in tables:
             if cache.layout.page_size != table.page_size:
                 raise LayoutError(
-                    f"{spec.name} has a cache of {cache.layout.page_size} rows a page, but the batch's table counts "
-                    f"{table.page_size}: build the batch with the page size of the bound caches"
+                    f"the batch has a table of {table.page_size} rows a page: expected {cache.layout.page_size}, as "
+                    f"the caches of {spec.name} have; build the batch with the page size of the bound caches"
                 )

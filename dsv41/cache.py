@@ -92,8 +92,9 @@ class PagePool:
         """Raise PoolExhausted unless `count` pages are free."""
         if count > len(self._free):
             raise PoolExhausted(
-                f"the step needs {count} {self.name} pages, but {len(self._free)} of {self.num_pages} are free: free "
-                "a request and step again, or make the session with more max_tokens; nothing has been changed"
+                f"the step needs {count} {self.name} pages: expected at most {len(self._free)}, the free ones of "
+                f"{self.num_pages}; free a request and step again, or make the session with more max_tokens; nothing "
+                "has been changed"
             )
 
     def take(self, count: int) -> list[int]:

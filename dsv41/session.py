@@ -38,7 +38,7 @@ class Session:
     ) -> None:
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("page_size", page_size)):
             if value is not None and (type(value) is not int or value < 1):
-                raise InputError(f"{name} is {value!r}: expected an integer of at least 1")
+                raise InputError(f"{name} is {value!r}: expected an integer of at least 1; give one")
         self.stack = stack
         layouts = stack.backend.layouts
         if page_size is not None:
@@ -70,8 +70,8 @@ class Session:
         """A new, empty request; returns its id, which is never used again. Raises RequestError when all are taken."""
         if not self._free_slots:
             raise RequestError(
-                f"all {len(self._requests)} requests of this session are in use: free one, or make the session with "
-                "more max_requests"
+                f"this session holds {len(self._requests)} requests: expected fewer than its max_requests for another; "
+                "free one, or make the session with more max_requests"
             )
         request, self._next_id = self._next_id, self._next_id + 1
         self._requests[request] = _Request(self._free_slots.pop(), pages={pool: [] for pool in self.pools})
@@ -92,7 +92,7 @@ class Session:
     def prefill(self, request: int, hidden: Tensor, *, chunk: int = 512) -> Tensor:
         """`step` over one request in chunks of at most `chunk` tokens; the outputs in one tensor."""
         if chunk < 1:
-            raise InputError(f"chunk is {chunk}: expected at least 1 token")
+            raise InputError(f"chunk is {chunk}: expected at least 1; give the tokens of a step")
         parts = [self.step({request: part})[request] for part in hidden.split(chunk, dim=-2)]
         return torch.cat(parts, dim=-2)
 
@@ -125,6 +125,8 @@ class Session:
         states = [c.compressor_state for c in self.caches.values() if c.compressor_state is not None]
         before = [state[batch.state_slots] for state in states]
         try:
+            if self.stack.caches is not self.caches:
+                self.stack.bind(self.caches)  # another session has used this stack since
             hidden = torch.cat(list(inputs.values()), dim=-2) if inputs else self._no_tokens()
             output = self.stack.forward(hidden, batch, tap=tap)
         except BaseException:
@@ -143,8 +145,8 @@ class Session:
         if request not in self._requests:
             was = "was freed" if isinstance(request, int) and 0 <= request < self._next_id else "is unknown"
             raise RequestError(
-                f"request {request!r} {was}: the requests of this session are {sorted(self._requests)}; "
-                "`add_request` makes a new one"
+                f"request {request!r} {was}: expected one of this session, {sorted(self._requests)}; `add_request` "
+                "makes a new one"
             )
         return self._requests[request]
 
@@ -157,7 +159,7 @@ class Session:
             if hidden.ndim not in (2, 3) or hidden.shape[-1] != width or hidden.shape[:-2] not in ((), (layers,)):
                 raise InputError(
                     f"hidden states of request {request} have shape {list(hidden.shape)}: expected [tokens, {width}] "
-                    f"or [{layers}, tokens, {width}], an input for each layer"
+                    f"or [{layers}, tokens, {width}], an input for each layer; give one of these"
                 )
             if hidden.dtype != self.stack.dtype or hidden.device != device:
                 raise InputError(
@@ -165,18 +167,24 @@ class Session:
                     f"{self.stack.dtype} on {device}; convert them with .to({device.type!r}, {self.stack.dtype})"
                 )
         if len({hidden.ndim for hidden in inputs.values()}) > 1:
-            raise InputError("some hidden states are [tokens, hidden], some [layers, tokens, hidden]: use one form")
+            raise InputError(
+                "some hidden states are [tokens, hidden], some [layers, tokens, hidden]: expected one form in a step; "
+                "use the same for all requests"
+            )
 
     def _check_positions(self, request: int, given: Sequence[int] | Tensor, inputs: Mapping[int, Tensor]) -> None:
         if request not in inputs:
-            raise InputError(f"positions are given for request {request}, which this step has no hidden states for")
+            raise InputError(
+                f"positions are given for request {request}: expected those of {list(inputs)}, which this step has "
+                "hidden states for; leave the others out"
+            )
         start, count = self._find(request).length, inputs[request].shape[-2]
         found = given.tolist() if isinstance(given, Tensor) else list(given)
         if found != list(range(start, start + count)):
             shown = f"{found[:4]}...{found[-1]}" if len(found) > 5 else f"{found}"
             raise InputError(
-                f"positions of request {request} are {shown}: it holds {start} tokens, so the next {count} stand at "
-                f"{start} to {start + count - 1}; a gap or an overlap would leave rows unwritten"
+                f"positions of request {request} are {shown}: expected {count} from {start} on, since it holds {start} "
+                "tokens; a gap or an overlap would leave rows unwritten, give the positions that follow, or none"
             )
 
     def _check_lengths(self, inputs: Mapping[int, Tensor]) -> None:
@@ -185,8 +193,8 @@ class Session:
             length = self._find(request).length
             if length + hidden.shape[-2] > limit:
                 raise InputError(
-                    f"request {request} holds {length} tokens and is given {hidden.shape[-2]} more: max_len is "
-                    f"{limit}; give fewer, or build the stack with a larger max_len"
+                    f"request {request} holds {length} tokens and is given {hidden.shape[-2]} more: expected at most "
+                    f"{limit} in all, the max_len of the stack; give fewer, or build it with a larger max_len"
                 )
 
     def _take_pages(self, requests: Sequence[_Request], lengths: Sequence[int]) -> list[dict[int, int]]:

@@ -24,6 +24,8 @@ class AttentionStack:
     What lies between attention layers (norms, experts, residual streams) is the engine's: give each layer its own
     input, or one tensor that a plain residual `x + attention(x)` carries from layer to layer. `max_len` bounds
     positions (default: the config's); `quantize_activations` rounds the inputs of fp8 projections to MXFP8.
+
+    `caches` are those bound last.
     """
 
     def __init__(
@@ -36,7 +38,14 @@ class AttentionStack:
     ) -> None:
         self.config, self.backend = checkpoint.config, backend
         self.dtype = checkpoint.dtype
-        self.max_len = max_len or self.config.max_position_embeddings
+        self.caches: dict[int, LayerCaches] | None = None
+        limit = self.config.max_position_embeddings
+        if max_len is not None and (type(max_len) is not int or not 1 <= max_len <= limit):
+            raise InputError(
+                f"max_len is {max_len!r}: expected 1 to {limit}, the config's max_position_embeddings; give one of "
+                "these, or None for the largest"
+            )
+        self.max_len = limit if max_len is None else max_len
         tables = {
             ratio > 0: cos_sin_table(self.config, ratio, self.max_len, backend.device)
             for ratio in {spec.ratio for spec in checkpoint.specs}
@@ -63,6 +72,7 @@ class AttentionStack:
                 source = caches[layer.spec.kv_source]
                 own = replace(own, compressed=source.compressed, index=source.index)
             layer.bind(own)
+        self.caches = caches
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, *, tap: Tap | None = None) -> Tensor:
         """Run one step. `hidden` `[T, hidden_size]` gives the residual stream after the last layer; `[L, T,
@@ -90,23 +100,31 @@ class AttentionStack:
         if list(hidden.shape) not in (shape, [len(self.layers), *shape]):
             raise InputError(
                 f"hidden states have shape {list(hidden.shape)}: expected [tokens, hidden_size] = {shape}, or one such "
-                f"for each of the {len(self.layers)} layers"
+                f"for each of the {len(self.layers)} layers; give one row for each token of the batch, padding included"
             )
         if hidden.dtype != self.dtype:
             raise InputError(
-                f"hidden states are {hidden.dtype}: this checkpoint computes in {self.dtype}, convert them"
+                f"hidden states are {hidden.dtype}: expected {self.dtype}, in which this checkpoint computes; convert "
+                "them, or load it with another dtype"
+            )
+        heads = self.specs[0].num_heads
+        if hidden.ndim == 2 and heads != self.config.num_attention_heads:
+            raise InputError(
+                f"hidden states have shape {list(hidden.shape)}, but this rank has {heads} of the model's "
+                f"{self.config.num_attention_heads} heads, so a layer's output is a partial sum: expected an input for "
+                "each layer; or run the layers one by one and all-reduce what each gives"
             )
         longest = int(batch.seq_lens_cpu.max()) if batch.num_requests else 0
         if longest > self.max_len:
             raise InputError(
-                f"a request reaches position {longest - 1}: this stack was built with max_len={self.max_len}; build it "
-                "with a larger one (the config allows "
+                f"a request reaches position {longest - 1}: expected at most {self.max_len - 1}, by this stack's "
+                "max_len; give fewer tokens, or build it with a larger one (the config allows "
                 f"{self.config.max_position_embeddings})"
             )
         for layer in self.layers:
             caches, spec = layer.state.caches, layer.spec
             if caches is None:
-                raise InputError(f"{spec.name} has no caches: call `bind` first, or use a Session")
+                raise InputError(f"{spec.name} has no caches: expected some; call `bind` first, or use a Session")
             check_pages(batch, batch.window_table, caches.window.num_pages, 1, spec.window, "window")
             if caches.compressed is not None and spec.ratio in batch.compressed_tables:
                 table, pages = batch.compressed_tables[spec.ratio], caches.compressed.num_pages
@@ -129,13 +147,13 @@ def check_pages(
     wanted = int((-(-last // size))[query > 0].max()) if bool((query > 0).any()) else 0
     if wanted > table.pages_cpu.shape[1]:
         raise InputError(
-            f"the {what} table has {table.pages_cpu.shape[1]} pages a request, but {wanted} pages of {size} rows are "
-            "needed for seq_lens: widen it"
+            f"the {what} table has {table.pages_cpu.shape[1]} pages a request: expected at least {wanted} of {size} "
+            "rows for these seq_lens; widen it"
         )
     bad = needed & ((table.pages_cpu < 0) | (table.pages_cpu >= num_pages))
     if bool(bad.any()):
         request, column = bad.nonzero()[0].tolist()
         raise InputError(
             f"the {what} table names page {int(table.pages_cpu[request, column])} for request {request}, logical page "
-            f"{column}: expected 0 to {num_pages - 1}, the pages of the bound cache"
+            f"{column}: expected 0 to {num_pages - 1}, the pages of the bound cache; allocate a page for these rows"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -103,10 +104,10 @@ class Comparison:
     selections_differing: int = 0
 
     def note(self, layer: int, error: float) -> None:
+        # NaN is the largest error of all; `max` would drop it, and so would the next layer.
+        error = math.inf if math.isnan(error) else error
         self.layers[layer] = max(self.layers.get(layer, 0.0), error)
-        # `not <=` so that NaN counts as the largest error of all.
-        if not error <= self.max_relative_error:
-            self.max_relative_error = error
+        self.max_relative_error = max(self.max_relative_error, error)
 
 
 def compare_with_reference(

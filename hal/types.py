@@ -227,21 +227,27 @@ class ForwardBatch:
 
         `seq_lens` counts a request's tokens after the step. `num_tokens` pads the step to that many tokens.
 
-        Raises InputError for lengths that disagree, negative or missing pages, or a bad shape.
+        Raises InputError for lengths that disagree or tables of another shape or type; `AttentionStack.forward` checks
+        the pages that they name.
         """
         lens = torch.tensor(list(query_lens), dtype=torch.int32)
         totals = torch.tensor(list(seq_lens), dtype=torch.int32)
         if lens.shape != totals.shape:
-            raise InputError(f"query_lens has {lens.numel()} requests but seq_lens has {totals.numel()}: give one each")
+            raise InputError(
+                f"seq_lens has {totals.numel()} entries for {lens.numel()} requests: expected as many as query_lens; "
+                "give one each"
+            )
         if bool((lens < 0).any()) or bool((totals < lens).any()):
             raise InputError(
-                f"query_lens {lens.tolist()} with seq_lens {totals.tolist()}: need 0 <= query_len <= seq_len; seq_lens "
-                "counts the tokens held after this step"
+                f"query_lens {lens.tolist()} with seq_lens {totals.tolist()}: expected 0 <= query_len <= seq_len; in "
+                "seq_lens, count the tokens held after this step"
             )
         live = int(lens.sum())
         padded = live if num_tokens is None else num_tokens
         if padded < live:
-            raise InputError(f"num_tokens={num_tokens} is fewer than the {live} tokens of query_lens")
+            raise InputError(
+                f"num_tokens is {num_tokens}: expected at least {live}, the sum of query_lens; give more, or None"
+            )
         start = torch.zeros(len(lens) + 1, dtype=torch.int32)
         start[1:] = lens.cumsum(0)
         positions = torch.full((padded,), -1, dtype=torch.int64)
@@ -249,17 +255,25 @@ class ForwardBatch:
         positions[:live] = torch.arange(live) - start[:-1].long()[request] + (totals - lens).long()[request]
         slots = torch.arange(len(lens)) if state_slots is None else torch.tensor(list(state_slots), dtype=torch.int64)
         if slots.shape != lens.shape:
-            raise InputError(f"state_slots has {slots.numel()} entries for {lens.numel()} requests: give one each")
+            raise InputError(
+                f"state_slots has {slots.numel()} entries for {lens.numel()} requests: expected as many as query_lens; "
+                "give one each"
+            )
         compressed_pages = compressed_pages or {}
         sizes = compressed_page_size or {}
         if missing := sorted(set(compressed_pages) - set(sizes)):
-            raise InputError(f"compressed_page_size lacks the ratios {missing} that compressed_pages has")
+            raise InputError(
+                f"compressed_page_size lacks the ratios {missing}: expected all that compressed_pages has; add them"
+            )
 
         def table(pages: Tensor, page_size: int, what: str) -> BlockTable:
             if pages.ndim != 2 or pages.shape[0] != len(lens) or pages.dtype != torch.int32:
                 raise InputError(
-                    f"{what} must be int32 [requests={len(lens)}, pages], found {pages.dtype} {list(pages.shape)}"
+                    f"{what} is {pages.dtype} {list(pages.shape)}: expected int32 [{len(lens)}, pages]; give a row for "
+                    "each request, -1 where it has no page"
                 )
+            if page_size < 1:
+                raise InputError(f"the page size of {what} is {page_size}: expected at least 1; give rows a page")
             return BlockTable(pages.to(device, non_blocking=True), pages, page_size)
 
         return ForwardBatch(

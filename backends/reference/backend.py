@@ -72,19 +72,27 @@ class ReferenceBackend(AttentionBackend):
     # Hooks
 
     def plan(self, batch: ForwardBatch, specs: Sequence[LayerSpec]) -> StepPlan:
+        if not batch.causal:
+            raise InputError(
+                "the batch has causal=False: expected True, since this version runs no draft blocks; leave the draft "
+                "layers out"
+            )
         return make_plan(batch, specs[0].window)
 
     def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
-        """`derived` int64 `[T, K]`: the slots of the selected rows, -1 = none."""
-        rows = selection.topk_indices
-        request = plan.token_request[:, None].expand_as(rows)
-        slots = slots_of(plan.batch.compressed_tables[layer.spec.ratio], request, rows)
+        """`derived` int64 `[T, K]`: the slots of the selected rows, -1 = none, as for one that the query cannot see."""
+        rows, ratio = selection.topk_indices, layer.spec.ratio
+        request = torch.where(rows < plan.num_visible[ratio][:, None], plan.token_request[:, None], -1)
+        slots = slots_of(plan.batch.compressed_tables[ratio], request, rows)
         return Selection(rows, selection.candidates, slots)
 
     def prepare_weights(self, layer: LayerState) -> Any:
         """Nothing to prepare; NaN codes, which `widen` does not know, are refused here once."""
-        for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"):
-            weight = getattr(layer.weights, name)
+        weights = layer.weights
+        projections = {name: getattr(weights, name) for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")}
+        if weights.indexer is not None:
+            projections["indexer.wq_b"] = weights.indexer.wq_b
+        for name, weight in projections.items():
             if isinstance(weight, BlockScaledWeight) and (count := find_nan_codes(weight)):
                 raise InputError(
                     f"{layer.spec.name}.{name}.weight holds {count} NaN values: expected finite fp8 codes and scales; "

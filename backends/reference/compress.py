@@ -34,6 +34,8 @@ def _pool(raw: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
     assert layer.caches is not None and layer.caches.compressor_state is not None
     state = layer.caches.compressor_state
     batch, ratio = plan.batch, layer.spec.ratio
+    if batch.num_requests == 0:
+        return raw[:, 0]  # padding alone
     ring = state.shape[1]
     live = plan.token_request >= 0
     request = plan.token_request.clamp(min=0)
@@ -44,9 +46,11 @@ def _pool(raw: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
 
     group = [raw]
     for back in range(1, ratio):
-        earlier = token - back
-        in_step = (earlier >= first)[:, None, None]
-        group.append(torch.where(in_step, raw[earlier.clamp(min=0)], state[slot, (position - back) % ring]))
+        earlier = (token - back).clamp(min=0)
+        # Padding may stand before a request's first token, so the row before is not always the token before.
+        in_step = (token - back >= first) & (position[earlier] == position - back)
+        held = state[slot, (position - back) % ring]
+        group.append(torch.where(in_step[:, None, None], raw[earlier], held))
     values, gates = torch.stack(group, dim=1).unbind(2)
     pooled = (values * gates.softmax(dim=1)).sum(dim=1)
 

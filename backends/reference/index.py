@@ -45,7 +45,8 @@ def candidate_blocks(scores: Tensor, num_visible: Tensor, block_size: int, budge
     blocks = -(-width // block_size)
     seen = torch.arange(blocks * block_size, device=scores.device) < num_visible[:, None]
     padded = torch.nn.functional.pad(scores, (0, blocks * block_size - width), value=-torch.inf)
-    best = padded.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill(~seen, -torch.inf)
+    # Infinity is kept for the newest block.
+    best = padded.nan_to_num(nan=-torch.inf, neginf=-torch.inf).masked_fill(~seen, -torch.inf)
     best = best.view(rows, blocks, block_size).amax(-1) if blocks else best.view(rows, 0)
     number = torch.arange(blocks, device=scores.device)
     newest = (num_visible[:, None] - 1) // block_size

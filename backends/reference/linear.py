@@ -65,13 +65,14 @@ def grouped_linear(x: Tensor, weight: Weight, *, quantize: bool = False) -> Tens
     rows = weight.shape[0] // groups
     parts = []
     for group in range(groups):
-        span = slice(group * rows, (group + 1) * rows)
+        start, stop = group * rows, (group + 1) * rows
         if isinstance(weight, Tensor):
-            part: Weight = weight[span]
-        else:
-            block = weight.block[0]
-            part = BlockScaledWeight(
-                weight.data[span], weight.scale[span.start // block : -(-span.stop // block)], weight.block
-            )
-        parts.append(linear(x[:, group], part, quantize=quantize))
+            parts.append(linear(x[:, group], weight[start:stop], quantize=quantize))
+            continue
+        # A block that two groups share has one scale: the rows before the group's own are computed and dropped.
+        block = weight.block[0]
+        first = start // block * block
+        scale = weight.scale[first // block : -(-stop // block)]
+        part = linear(x[:, group], BlockScaledWeight(weight.data[first:stop], scale, weight.block), quantize=quantize)
+        parts.append(part[..., start - first :])
     return torch.cat(parts, dim=-1)
