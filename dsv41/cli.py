@@ -145,8 +145,12 @@ def _progress() -> AbstractContextManager[Callable[[str, int, int], None]]:
     def bar() -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+        console = _console(stderr=True)
+        if not console.is_terminal:  # rich would leave an empty line
+            yield lambda *_: None
+            return
         columns = (TextColumn("{task.description:>28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=_console(stderr=True), transient=True) as shown:
+        with Progress(*columns, console=console, transient=True) as shown:
             tasks: dict[str, Any] = {}
 
             def told(what: str, done: int, total: int) -> None:
@@ -184,7 +188,9 @@ def _print_run(report: RunReport) -> None:
             for key, value in found.items()
             if isinstance(value, int) and not isinstance(value, bool)
         )
-        rows.append((f"against {name}", f"largest relative error {found['max_relative_error']:.2e}; {extra}"))
+        error = found["max_relative_error"]
+        shown = "not finite" if error is None else f"{error:.2e}"
+        rows.append((f"against {name}", f"largest relative error {shown}; {extra}"))
     for fact in rows:
         facts.add_row(*fact)
     console.print(facts)

@@ -17,6 +17,7 @@ from dsv41.topology import check_schedule
 _FIXED = {"num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
 _MINIMUM = {"num_nextn_predict_layers": 0, "candidate_source_layer_id": -1}
 _IDS = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids")
+_LARGEST = 2**40
 _OPTIONAL = ("num_nextn_predict_layers", "dspark_block_size", "quantization_config")
 
 
@@ -24,6 +25,8 @@ def _integer(name: str, value: object, least: int, remedy: str) -> int:
     # bool is an int in Python, and `"hidden_size": true` is a mistake.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}: expected an integer of at least {least}; {remedy}")
+    if value > _LARGEST:
+        raise ConfigError(f"{name} is {value}: expected at most {_LARGEST}, which no model exceeds; {remedy}")
     return value
 
 
@@ -157,7 +160,7 @@ class DeepseekV41Config:
             raise ConfigError(
                 f"{path} cannot be read ({error.strerror}): expected the config.json of a checkpoint; check the path"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not JSON ({error}): expected the config.json of a checkpoint; fetch it again"
             ) from error

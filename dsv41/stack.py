@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv41.attention import DeepseekV41Attention, Tap
 from dsv41.errors import InputError
 from dsv41.hal.backend import AttentionBackend
-from dsv41.hal.types import BlockTable, ForwardBatch, LayerCaches, LayerSpec, Selection
+from dsv41.hal.types import BlockScaledWeight, BlockTable, ForwardBatch, LayerCaches, LayerSpec, Selection
 from dsv41.rope import cos_sin_table
 
 if TYPE_CHECKING:
@@ -46,6 +46,13 @@ class AttentionStack:
                 "these, or None for the largest"
             )
         self.max_len = limit if max_len is None else max_len
+        for name, weight in checkpoint.tensors():
+            where = weight.data.device if isinstance(weight, BlockScaledWeight) else weight.device
+            if where != backend.device:
+                raise InputError(
+                    f"{name} is on {where}: expected {backend.device}, the backend's device; load the checkpoint with "
+                    f"device={str(backend.device)!r}"
+                )
         tables = {
             ratio > 0: cos_sin_table(self.config, ratio, self.max_len, backend.device)
             for ratio in {spec.ratio for spec in checkpoint.specs}

@@ -60,6 +60,8 @@ class AttentionBackend(ABC):
         facts: Device | None = None,
     ) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.facts = facts
         self.kv_cache_dtype, self.index_cache_dtype, self.layouts = self.resolve_layouts(
             kv_cache_dtype, index_cache_dtype

@@ -182,8 +182,9 @@ def one_line(result: Result, *named: str) -> None:
     assert result.exit_code == 2, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+    line, *more = result.stderr.splitlines()
     assert line.startswith("error: ")
+    assert not more or "cannot run on" in line  # then its reasons follow
     assert "Traceback" not in result.output
     for words in named:
         assert words in result.stderr, line

@@ -16,6 +16,7 @@ from dsv41.attention import Tap
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.backends.reference.layouts import INDEX_RECORDS, KV_RECORDS
 from dsv41.checkpoint import Checkpoint
+from dsv41.config import DeepseekV41Config
 from dsv41.hal.types import (
     AttnInputs,
     AttnOutput,
@@ -136,8 +137,10 @@ def dyadic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return dyadic_model(tmp_path_factory, request.param)
 
 
-def dyadic_model(tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype) -> Model:
-    checkpoint = dyadic_checkpoint(tmp_path_factory.mktemp("dyadic") / "toy", dtype)
+def dyadic_model(
+    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, config: DeepseekV41Config = TOY
+) -> Model:
+    checkpoint = dyadic_checkpoint(tmp_path_factory.mktemp("dyadic") / "toy", dtype, config)
 
     def make() -> AttentionStack:
         stack = AttentionStack(checkpoint, WatchedBackend(), max_len=MAX_LEN)
@@ -222,6 +225,18 @@ class ScoredBackend(WatchedBackend):
         return scores
 
 
+def test_candidates_may_be_fewer_than_the_top_k(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Then a query that sees no more rows than the top-k still may not choose among all of them."""
+    config = replace(TOY, candidate_topk_blocks=1)
+    model = dyadic_model(tmp_path_factory, torch.float32, config)
+    schedule = Schedule((20,), ({0: 5}, {0: 1}, {0: 1}, {0: 2}), (3, 5))
+    (found,), expected = serve(model.make(), model.hidden, schedule), model.expected(0, 20)
+    assert [what for what in expected if not torch.equal(found[what], expected[what])] == []
+    newest = torch.arange(20)[:, None] // 4 == torch.arange(MAX_LEN) // 4
+    assert (found["4 topk"].sum(1) == torch.arange(1, 21).clamp(max=6)).all()  # the source does not restrict itself
+    assert torch.equal(found["5 topk"], newest & (torch.arange(MAX_LEN) <= torch.arange(20)[:, None]))
+
+
 # Groups of two across step borders
 
 
@@ -246,6 +261,10 @@ def test_a_group_that_a_step_leaves_open_is_closed_by_the_next(dyadic: Model, cu
         assert mine is not None
         assert theirs is not None
         assert torch.equal(mine.data, theirs.data)
+    # The raw rows of the last two tokens, of which a later step may need either.
+    assert rows.compressor_state is not None
+    assert not rows.compressor_state.isnan().any()
+    assert torch.equal(rows.compressor_state, whole.caches[1].compressor_state)
 
 
 def test_groups_close_token_by_token_in_a_slot_that_another_request_left_open(dyadic: Model) -> None:
@@ -263,6 +282,19 @@ def test_groups_close_token_by_token_in_a_slot_that_another_request_left_open(dy
         watch.step(step)
     for request, (model, length) in {second: (2, LONGEST), other: (1, 15)}.items():
         found, expected = watch.rows(request), dyadic.expected(model, length)
+        assert [what for what in expected if not torch.equal(found[what], expected[what])] == []
+
+
+def test_a_group_is_closed_by_its_own_request_whoever_stands_before_it(dyadic: Model) -> None:
+    """The token before, in the step, stands at the position before, and is another request's."""
+    session = Session(dyadic.make(), max_requests=2, max_tokens=2 * LONGEST)
+    watch = Watch(session)
+    one, two = session.add_request(), session.add_request()
+    watch.step({one: dyadic.hidden[0][:, :5], two: dyadic.hidden[1][:, :7]})
+    watch.step({one: dyadic.hidden[0][:, 5:7], two: dyadic.hidden[1][:, 7:20]})
+    watch.step({one: dyadic.hidden[0][:, 7:20]})
+    for request, model in ((one, 0), (two, 1)):
+        found, expected = watch.rows(request), dyadic.expected(model, 20)
         assert [what for what in expected if not torch.equal(found[what], expected[what])] == []
 
 
@@ -358,7 +390,7 @@ def test_fr_41_fr_45_fr_49_fr_71_poison_never_reaches_a_result(
         session = Session(stack, max_requests=2, max_tokens=2 * LONGEST)
         if backend_type is PoisonedBackend:
             poison(session)
-        results.append(list(two_requests(session, poisoned_model.hidden)))
+        results.append([*two_requests(session, poisoned_model.hidden), session.caches[1].compressor_state])
     for clean, poisoned in zip(*results, strict=True):
         assert torch.equal(clean, poisoned)
         assert not clean.isnan().any()
