@@ -5,11 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from dsv41.errors import InputError, LayoutError
 from dsv41.hal.backend import AttentionBackend
-from dsv41.hal.types import AttnInputs, LayerCaches, LayerSpec, LayerState, LayerWeights, Selection, StepPlan
+from dsv41.hal.layout import PagedCache
+from dsv41.hal.types import (
+    AttnInputs,
+    BlockTable,
+    ForwardBatch,
+    LayerCaches,
+    LayerSpec,
+    LayerState,
+    LayerWeights,
+    Selection,
+    StepPlan,
+)
 
 
 class Tap(Protocol):
@@ -44,6 +56,11 @@ class DeepseekV41Attention:
 
     def bind(self, caches: LayerCaches) -> None:
         """Use these caches from now on. Raises LayoutError where one is missing or cannot be read."""
+        self.check_caches(caches)
+        self.state.caches = caches
+
+    def check_caches(self, caches: LayerCaches) -> None:
+        """Raise LayoutError for caches that this layer could not use; binds nothing."""
         spec = self.spec
         needed = {"compressed": spec.ratio > 0, "index": spec.owns_selection, "compressor_state": self.keeps_state}
         if missing := [name for name, need in needed.items() if need and getattr(caches, name) is None]:
@@ -52,7 +69,6 @@ class DeepseekV41Attention:
                 "lists for each layer; give one that owns none those of its KV source"
             )
         self.backend.check_caches(spec, caches)
-        self.state.caches = caches
 
     @property
     def keeps_state(self) -> bool:
@@ -106,7 +122,7 @@ class DeepseekV41Attention:
                 f"hidden states are on {hidden.device}: expected {self.state.cos_sin.device}, where {spec.name} is; "
                 "move them"
             )
-        if not hidden.dtype.is_floating_point or hidden.dtype.itemsize < 2:
+        if hidden.dtype not in (torch.bfloat16, torch.float32):
             raise InputError(f"hidden states are {hidden.dtype}: expected bfloat16 or float32; convert them")
         if caches is None:
             raise LayoutError(f"{spec.name} has no caches: expected some; call `bind` first, or use a Session")
@@ -116,7 +132,8 @@ class DeepseekV41Attention:
                 f"the batch has causal={batch.causal}: expected {spec.causal}, since {spec.name} is "
                 f"{'causal' if spec.causal else 'a draft layer'}; build a batch of its own for it"
             )
-        tables = [(caches.window, batch.window_table)]
+        _check_length(batch, self.state.cos_sin.shape[0])
+        _check_table(batch, batch.window_table, caches.window, 1, spec.window, f"window table of {spec.name}")
         if spec.ratio:
             if spec.ratio not in batch.compressed_tables:
                 raise InputError(
@@ -124,10 +141,70 @@ class DeepseekV41Attention:
                     f"for ratio {spec.ratio}, which {spec.name} reads; add it to compressed_pages"
                 )
             assert caches.compressed is not None
-            tables.append((caches.compressed, batch.compressed_tables[spec.ratio]))
-        for cache, table in tables:
-            if cache.layout.page_size != table.page_size:
-                raise LayoutError(
-                    f"the batch has a table of {table.page_size} rows a page: expected {cache.layout.page_size}, as "
-                    f"the caches of {spec.name} have; build the batch with the page size of the bound caches"
-                )
+            table = batch.compressed_tables[spec.ratio]
+            what = f"compressed (ratio {spec.ratio}) table of {spec.name}"
+            _check_table(batch, table, caches.compressed, spec.ratio, None, what)
+        if self.keeps_state:
+            assert caches.compressor_state is not None
+            _check_slots(batch, caches.compressor_state.shape[0])
+
+
+def _check_length(batch: ForwardBatch, max_len: int) -> None:
+    longest = int(batch.seq_lens_cpu.max()) if batch.num_requests else 0
+    if longest > max_len:
+        raise InputError(
+            f"a request reaches position {longest - 1}: expected at most {max_len - 1}, by max_len; give fewer tokens, "
+            "or build the stack with a larger max_len, up to the config's max_position_embeddings"
+        )
+
+
+def _check_slots(batch: ForwardBatch, count: int) -> None:
+    slots = batch.state_slots_cpu[batch.query_start_loc_cpu.diff() > 0]
+    if bool(((slots < 0) | (slots >= count)).any()) or len(slots.unique()) < len(slots):
+        raise InputError(
+            f"state_slots are {slots.tolist()}: expected one of 0 to {count - 1} for each request that steps, none "
+            "twice, the rows of the bound compressor states; give each request a slot of its own"
+        )
+
+
+def _check_table(
+    batch: ForwardBatch, table: BlockTable, cache: PagedCache, ratio: int, window: int | None, what: str
+) -> None:
+    """Refuse a table of other pages than the cache's, or in which a page that the step reads or writes is missing,
+    outside the cache, or written for two requests. Host only.
+
+    A window table needs the pages of the last `window` rows before the step's first token; others need all.
+    """
+    size, num_pages = table.page_size, cache.num_pages
+    if cache.layout.page_size != size:
+        raise LayoutError(
+            f"the {what} is of {size} rows a page: expected {cache.layout.page_size}, as the bound cache has; "
+            "build the batch with the page size of the bound caches"
+        )
+    query = batch.query_start_loc_cpu.diff().long()
+    last = batch.seq_lens_cpu.long() // ratio  # rows held after the step
+    before = (batch.seq_lens_cpu.long() - query) // ratio  # and before it
+    first = torch.zeros_like(last) if window is None else (last - query - window + 1).clamp(min=0)
+    page = torch.arange(table.pages_cpu.shape[1])
+    steps = (query > 0)[:, None]
+    needed = (page >= (first // size)[:, None]) & (page < -(-last // size)[:, None]) & steps
+    wanted = int((-(-last // size))[query > 0].max()) if bool((query > 0).any()) else 0
+    if wanted > table.pages_cpu.shape[1]:
+        raise InputError(
+            f"the {what} has {table.pages_cpu.shape[1]} pages a request: expected at least {wanted} of {size} "
+            "rows for these seq_lens; widen it"
+        )
+    bad = needed & ((table.pages_cpu < 0) | (table.pages_cpu >= num_pages))
+    if bool(bad.any()):
+        request, column = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"the {what} names page {int(table.pages_cpu[request, column])} for request {request}, logical page "
+            f"{column}: expected 0 to {num_pages - 1}, the pages of the bound cache; allocate a page for these rows"
+        )
+    written = table.pages_cpu[needed & (page >= (before // size)[:, None]) & (before < last)[:, None]]
+    if len(written.unique()) < len(written):
+        twice = written.mode().values.item()
+        raise InputError(
+            f"the {what} names page {twice} twice among the pages that this step writes: expected each once; give each "
+            "request pages of its own to write"
+        )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv41.golden import LAST_BITS, Golden, GoldenTap
-from dsv41.hal.records import pack, unpack
+from dsv41.golden import Golden, GoldenTap, border_sides
 from dsv41.hal.types import AttnInputs, LayerState, Selection, StepPlan
 from dsv41.session import Session
 from dsv41.stack import AttentionStack
@@ -74,11 +73,10 @@ def _settle_layer(
 ) -> Tensor:
     assert layer.caches is not None
     cache, kv = layer.caches.window, inputs.kv
-    record = cache.layout.record
-    rms = kv.square().mean(-1, keepdim=True).sqrt()
-    unsure = LAST_BITS * (kv.abs() + rms)
-    below, above = (unpack(record, *pack(record, kv + shift)) for shift in (-unsure, unsure))
+    below, above = border_sides(cache, kv)
     rows = cache.read(plan.window_slots)
+    gap = (below - above).abs() / kv.square().mean(-1, keepdim=True).sqrt()
+    size = max(1, *(part.group for part in cache.layout.record.fields))
 
     def errors() -> Tensor:
         output = stack.backend.project(stack.backend.attend(inputs, layer, plan, selection), layer, plan)
@@ -86,7 +84,7 @@ def _settle_layer(
         return ratio
 
     best = errors()
-    for row, dims in _border_units((below - above).abs() / rms, max(1, *(part.group for part in record.fields))):
+    for row, dims in _border_units(gap, size):
         seen_by = slice(row, row + layer.spec.window)
         if best[seen_by].median() < _SETTLED:
             continue

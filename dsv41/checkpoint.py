@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch import Tensor
 from dsv41.checkpoint_files import CheckpointFiles
 from dsv41.config import DeepseekV41Config
 from dsv41.errors import CheckpointError, ConfigError, InputError
-from dsv41.fp8 import count_nan, scale_bytes
+from dsv41.fp8 import scale_bytes
+from dsv41.hal.codecs import count_nan
 from dsv41.hal.types import BlockScaledWeight, CompressorWeights, IndexerWeights, LayerSpec, LayerWeights, Weight
 from dsv41.tensors import BLOCK, TensorInfo, layer_tensors
 from dsv41.topology import check_tp_size, layer_specs
@@ -74,15 +76,16 @@ def load_checkpoint(
     by default float32 where the projections are F32, else bfloat16; projections that are stored plain are converted.
 
     Raises ConfigError for the configuration, `layers` or `tp_size`; CheckpointError, naming the tensor, for a tensor
-    or file that is missing, truncated, or of another shape, type or format; InputError for a bad rank or dtype.
+    or file that is missing, truncated, or of another shape, type or format; InputError for a bad rank, device or dtype.
     """
     path = Path(path)
     if dtype not in (None, torch.float32, torch.bfloat16):
         raise InputError(f"dtype is {dtype}: expected torch.float32 or torch.bfloat16; choose one, or None")
-    if not path.is_dir():
+    device = _usable(device)
+    if not os.path.isdir(path):  # False, too, where the name is too long to ask
         raise CheckpointError(
-            f"{path} is {'a file' if path.exists() else 'missing'}: expected a folder with config.json and safetensors "
-            "shards; give the path of a checkpoint"
+            f"{path} is {'a file' if os.path.exists(path) else 'missing'}: expected a folder with config.json and "
+            "safetensors shards; give the path of a checkpoint"
         )
     if not (path / "config.json").is_file():
         raise CheckpointError(
@@ -103,9 +106,23 @@ def load_checkpoint(
     if config.quantization_config is not None:
         _check_blocks(projections, tp_size)
     dtype = dtype or _activation_dtype(files, projections)
-    loader = _Loader(files, tp_rank, tp_size, torch.device(device), dtype)
+    loader = _Loader(files, tp_rank, tp_size, device, dtype)
     weights = {layer: _assemble({key: loader.load(info) for key, info in tensors[layer].items()}) for layer in tensors}
     return Checkpoint(config, weights, specs, path, dtype, loader.bytes_read, files.ignored(specs, tensors))
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """The device, once torch has allocated on it."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        # The first sentence: torch lists all device types that it knows, or gives advice for debugging kernels.
+        said = str(error).splitlines()[0]
+        raise InputError(
+            f"device is {device!r}: expected one that this torch can use ({said:.200}); use 'cpu', or see `dsv41 probe`"
+        ) from error
+    return found
 
 
 def _check_blocks(projections: list[TensorInfo], tp_size: int) -> None:

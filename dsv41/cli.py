@@ -199,6 +199,8 @@ def _print_run(report: RunReport) -> None:
             console.print(f"[bold red]wrong[/]: {failure}")
         if not report.failures:
             console.print("[bold green]verified[/]: every layer is within tolerance")
+        if report.verify.get("golden", {}).get("judged") is False:
+            console.print("not judged: the caches are not in the golden run's records, so its distance is only shown")
 
 
 def _speed(tokens: int, rate: float | None) -> str:

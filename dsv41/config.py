@@ -17,7 +17,9 @@ from dsv41.topology import check_schedule
 _FIXED = {"num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
 _MINIMUM = {"num_nextn_predict_layers": 0, "candidate_source_layer_id": -1}
 _IDS = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids")
-_LARGEST = 2**40
+_LARGEST = 2**20
+_LARGEST_LENGTH = 2**40  # of positions, which size nothing by themselves
+_LENGTHS = ("max_position_embeddings", "rope_scaling.original_max_position_embeddings")
 _OPTIONAL = ("num_nextn_predict_layers", "dspark_block_size", "quantization_config")
 
 
@@ -25,8 +27,8 @@ def _integer(name: str, value: object, least: int, remedy: str) -> int:
     # bool is an int in Python, and `"hidden_size": true` is a mistake.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}: expected an integer of at least {least}; {remedy}")
-    if value > _LARGEST:
-        raise ConfigError(f"{name} is {value}: expected at most {_LARGEST}, which no model exceeds; {remedy}")
+    if value > (largest := _LARGEST_LENGTH if name in _LENGTHS else _LARGEST):
+        raise ConfigError(f"{name} is {value}: expected at most {largest}, which no model exceeds; {remedy}")
     return value
 
 
@@ -261,7 +263,8 @@ def _read_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         result["rope_theta"] = scaling["rope_theta"]
 
     kinds = {repr(scaling[name]) for name in ("rope_type", "type") if name in scaling}
-    if kinds not in ({"'yarn'"}, {"'default'"}) and scaling.keys() - {"rope_theta"}:
+    # A base alone says that there is nothing more; nothing at all says nothing.
+    if kinds not in ({"'yarn'"}, {"'default'"}) and scaling.keys() != {"rope_theta"}:
         raise ConfigError(
             f"{key}.rope_type is {' and '.join(sorted(kinds)) or 'missing'}: expected 'yarn' or 'default' (no YaRN), "
             "V4.1 uses no other; set it as in the release's config.json"

@@ -48,14 +48,3 @@ def scale_bytes(values: Tensor) -> Tensor | None:
     byte = torch.where(values.isnan(), _NAN_SCALE, (bits >> 23).clamp(0, 254)).to(torch.uint8)
     exact = (decode_ue8m0(byte) == values) | values.isnan()
     return byte if bool(exact.all()) else None
-
-
-def count_nan(weight: BlockScaledWeight) -> int:
-    """How many elements are NaN, by their own code or by their scale."""
-    rows, cols = weight.shape
-    codes = weight.data.view(torch.uint8) & 0x7F == 0x7F
-    scales = weight.scale == _NAN_SCALE
-    if not bool(scales.any()):
-        return int(codes.sum())
-    wide = scales.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :cols]
-    return int((codes | wide).sum())

@@ -45,9 +45,9 @@ def probe_report(platform: Platform, **request: Any) -> dict[str, Any]:
 def render(console: Console, platform: Platform, **request: Any) -> None:
     """The same for a person: devices, software, then a table of backends for each device."""
     reports = probe_reports(platform, **request)
-    played = f" [dim](played back from {platform.origin})[/dim]" if platform.origin else ""
+    played = f" [dim](played back from {_plain(platform.origin)})[/dim]" if platform.origin else ""
     if platform.about or played:
-        console.print(f"{platform.about or 'A platform'}{played}\n")
+        console.print(f"{_plain(platform.about or 'A platform')}{played}\n")
     console.print(_devices(platform, reports))
     console.print(_software(platform))
     for note in (note for note in platform.notes if note != platform.torch.problem):
@@ -72,8 +72,8 @@ def _devices(platform: Platform, reports: dict[str, SelectionReport]) -> Table:
         table.add_row(
             device.key,
             _plain("\n".join((device.name, ", ".join(filter(None, facts))))),
-            report.chosen or "[red]none[/red]",
-            report.intended or "-",
+            _plain(report.chosen) if report.chosen else "[red]none[/red]",
+            _plain(report.intended or "-"),
         )
     return table
 
@@ -81,10 +81,10 @@ def _devices(platform: Platform, reports: dict[str, SelectionReport]) -> Table:
 def _software(platform: Platform) -> Table:
     table = _table("Software", "what", "version", "state")
     torch = platform.torch
-    table.add_row("torch", torch.version or "-", _plain(torch.problem or f"{torch.kind} build"))
-    table.add_row("driver", platform.driver or "-", "")
+    table.add_row("torch", _plain(torch.version or "-"), _plain(torch.problem or f"{torch.kind} build"))
+    table.add_row("driver", _plain(platform.driver or "-"), "")
     for name, library in sorted(platform.libraries.items()):
-        table.add_row(name, library.version or "-", _plain(_state(library)))
+        table.add_row(_plain(name), _plain(library.version or "-"), _plain(_state(library)))
     return table
 
 
@@ -109,7 +109,7 @@ def _backends(report: SelectionReport) -> Table:
             if report.is_stopgap and candidate.name == report.intended
             else candidate.name
         )
-        table.add_row(name, state, _plain("\n".join(why)))
+        table.add_row(_plain(name), state, _plain("\n".join(why)))
     return table
 
 

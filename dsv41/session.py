@@ -119,19 +119,20 @@ class Session:
         self._check_lengths(inputs)
 
         lengths = [r.length + n for r, n in zip(requests, counts, strict=True)]
-        taken = self._take_pages(requests, lengths)
-        batch = self._batch(requests, counts, lengths)
         # A step that dies half-way has written rows that no one reads, but has also turned the compressors' rings.
         states = [c.compressor_state for c in self.caches.values() if c.compressor_state is not None]
-        before = [state[batch.state_slots] for state in states]
+        slots = torch.tensor([r.state_slot for r in requests], dtype=torch.int64, device=self.stack.backend.device)
+        before = [state[slots] for state in states]
+        taken = self._take_pages(requests, lengths)
         try:
+            batch = self._batch(requests, counts, lengths)
             if self.stack.caches is not self.caches:
                 self.stack.bind(self.caches)  # another session has used this stack since
             hidden = torch.cat(list(inputs.values()), dim=-2) if inputs else self._no_tokens()
             output = self.stack.forward(hidden, batch, tap=tap)
         except BaseException:
             for state, rows in zip(states, before, strict=True):
-                state[batch.state_slots] = rows
+                state[slots] = rows
             self._untake(requests, taken)
             raise
         for known, length in zip(requests, lengths, strict=True):

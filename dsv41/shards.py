@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-"""Bytes an element takes, by the type names of safetensors."""
+"""Bytes an element takes, by the type names of safetensors: of the types that a checkpoint of V4.1 may use, and others
+that it may hold beside attention."""
 
+_SHORTEST_FILE = 10  # with the header "{}"
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library itself
 
 
@@ -45,9 +48,15 @@ def read_header(path: Path) -> dict[str, Entry]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            if size < _SHORTEST_FILE:
                 raise CheckpointError(
-                    f"{path} has {size} bytes and a header of {length} by its first 8: expected 2 to {size - 8}; it is "
+                    f"{path} has {size} bytes: expected at least {_SHORTEST_FILE}, the length of a header and the "
+                    "header; it is truncated or no safetensors file, fetch it again"
+                )
+            most = min(size - 8, _LONGEST_HEADER)
+            if not 2 <= length <= most:
+                raise CheckpointError(
+                    f"{path} has {size} bytes and a header of {length} by its first 8: expected 2 to {most}; it is "
                     "truncated or no safetensors file, fetch it again"
                 )
             text = file.read(length)
@@ -85,12 +94,12 @@ def _read_entry(path: Path, name: str, value: Any) -> Entry:
             f"tensor {name} in {path} has shape {shape!r:.200} at {begin!r:.20} .. {end!r:.20}: expected integers from "
             "0 up; fetch the file again"
         )
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str):
         raise CheckpointError(
-            f"tensor {name} in {path} has dtype {dtype!r:.200}: expected one of {', '.join(sorted(ITEM_BYTES))}; fetch "
-            "the file again, or convert it"
+            f"tensor {name} in {path} has dtype {dtype!r:.200}: expected a name such as BF16; fetch the file again"
         )
-    due = math.prod(shape) * ITEM_BYTES[dtype]
+    # Other tensors than those of attention may have types of which we know no size; whoever loads one checks its type.
+    due = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else max(0, end - begin)
     if end - begin != due:
         raise CheckpointError(
             f"tensor {name} in {path} spans {end - begin} bytes: expected {due} for {dtype} {shape}; its header lies, "
@@ -121,13 +130,25 @@ def _check_spans(path: Path, entries: Mapping[str, Entry], size: int) -> None:
         )
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says against writing `path` into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror}): expected a path of a disk with room, where this user may "
+            "write; choose another"
+        ) from error
+
+
 def write_shard(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], data: Iterable[bytes | memoryview]
 ) -> int:
     """Write a safetensors file and return the bytes of its tensors.
 
     `tensors` gives each one's (type, shape) in the order in which `data` yields their bytes, one tensor at a time, so
-    a shard may be larger than memory.
+    a shard may be larger than memory. Raises CheckpointError where it cannot be written.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -137,7 +158,7 @@ def write_shard(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     written = 0
-    with path.open("wb") as file:
+    with writing(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for part in data:
             written += file.write(part)

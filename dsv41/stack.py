@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dsv41.attention import DeepseekV41Attention, Tap
-from dsv41.errors import InputError
+from dsv41.errors import InputError, LayoutError
 from dsv41.hal.backend import AttentionBackend
-from dsv41.hal.types import BlockScaledWeight, BlockTable, ForwardBatch, LayerCaches, LayerSpec, Selection
+from dsv41.hal.types import BlockScaledWeight, ForwardBatch, LayerCaches, LayerSpec, Selection
 from dsv41.rope import cos_sin_table
 
 if TYPE_CHECKING:
@@ -72,12 +72,25 @@ class AttentionStack:
         return [layer.spec for layer in self.layers]
 
     def bind(self, caches: dict[int, LayerCaches]) -> None:
-        """Bind each layer's caches, keyed by layer id; a layer that owns no compressed rows takes its source's."""
+        """Bind each layer's caches, keyed by layer id; a layer that owns no compressed rows takes its source's.
+
+        Raises LayoutError for a layer that gets none or cannot read them, and then nothing is bound.
+        """
+        found: list[LayerCaches] = []
         for layer in self.layers:
-            own = caches[layer.spec.layer_id]
-            if layer.spec.kv_source is not None and not layer.spec.owns_compressed:
-                source = caches[layer.spec.kv_source]
+            spec = layer.spec
+            if missing := {spec.layer_id, spec.kv_source if spec.ratio else spec.layer_id} - set(caches):
+                raise LayoutError(
+                    f"{spec.name} needs the caches of layers {sorted(missing, key=str)}: expected an entry for each of "
+                    f"{[spec.layer_id for spec in self.specs]}, found {sorted(caches)}; `cache_specs` lists them"
+                )
+            own = caches[spec.layer_id]
+            if spec.kv_source is not None and not spec.owns_compressed:
+                source = caches[spec.kv_source]
                 own = replace(own, compressed=source.compressed, index=source.index)
+            layer.check_caches(own)
+            found.append(own)
+        for layer, own in zip(self.layers, found, strict=True):
             layer.bind(own)
         self.caches = caches
 
@@ -121,46 +134,3 @@ class AttentionStack:
                 f"{self.config.num_attention_heads} heads, so a layer's output is a partial sum: expected an input for "
                 "each layer; or run the layers one by one and all-reduce what each gives"
             )
-        longest = int(batch.seq_lens_cpu.max()) if batch.num_requests else 0
-        if longest > self.max_len:
-            raise InputError(
-                f"a request reaches position {longest - 1}: expected at most {self.max_len - 1}, by this stack's "
-                "max_len; give fewer tokens, or build it with a larger one (the config allows "
-                f"{self.config.max_position_embeddings})"
-            )
-        for layer in self.layers:
-            caches, spec = layer.state.caches, layer.spec
-            if caches is None:
-                raise InputError(f"{spec.name} has no caches: expected some; call `bind` first, or use a Session")
-            check_pages(batch, batch.window_table, caches.window.num_pages, 1, spec.window, "window")
-            if caches.compressed is not None and spec.ratio in batch.compressed_tables:
-                table, pages = batch.compressed_tables[spec.ratio], caches.compressed.num_pages
-                check_pages(batch, table, pages, spec.ratio, None, f"compressed (ratio {spec.ratio})")
-
-
-def check_pages(
-    batch: ForwardBatch, table: BlockTable, num_pages: int, ratio: int, window: int | None, what: str
-) -> None:
-    """Refuse a table in which a page that the step reads or writes is missing or outside the pool. Host only.
-
-    A window table needs the pages of the last `window` rows before the step's first token; others need all.
-    """
-    query = batch.query_start_loc_cpu.diff().long()
-    last = batch.seq_lens_cpu.long() // ratio  # rows held after the step
-    first = torch.zeros_like(last) if window is None else (last - query - window + 1).clamp(min=0)
-    page = torch.arange(table.pages_cpu.shape[1])
-    size = table.page_size
-    needed = (page >= (first // size)[:, None]) & (page < -(-last // size)[:, None]) & (query > 0)[:, None]
-    wanted = int((-(-last // size))[query > 0].max()) if bool((query > 0).any()) else 0
-    if wanted > table.pages_cpu.shape[1]:
-        raise InputError(
-            f"the {what} table has {table.pages_cpu.shape[1]} pages a request: expected at least {wanted} of {size} "
-            "rows for these seq_lens; widen it"
-        )
-    bad = needed & ((table.pages_cpu < 0) | (table.pages_cpu >= num_pages))
-    if bool(bad.any()):
-        request, column = bad.nonzero()[0].tolist()
-        raise InputError(
-            f"the {what} table names page {int(table.pages_cpu[request, column])} for request {request}, logical page "
-            f"{column}: expected 0 to {num_pages - 1}, the pages of the bound cache; allocate a page for these rows"
-        )

@@ -27,7 +27,7 @@ from dsv41.errors import CheckpointError, InputError
 from dsv41.fp8 import dequantize_blocks
 from dsv41.hal.codecs import Dialect, decode_e4m3, encode_e4m3
 from dsv41.hal.types import BlockScaledWeight
-from dsv41.shards import ITEM_BYTES, write_shard
+from dsv41.shards import ITEM_BYTES, write_shard, writing
 from dsv41.tensors import BLOCK, TensorInfo, layer_tensors
 from dsv41.topology import layer_specs
 
@@ -80,16 +80,19 @@ def make_checkpoint(
     number of files, by default one a layer. `progress(done, total)` is told bytes. A layer's weights depend on `seed`
     and its own name only, and one tensor at a time is held in memory.
 
-    Raises CheckpointError where `path` already holds a checkpoint, ConfigError for `layers`, InputError for the rest.
+    Raises CheckpointError where `path` already holds a checkpoint or cannot be written, ConfigError for `layers`,
+    InputError for the rest.
     """
     path = Path(path)
     if dtype not in _TAGS:
         raise InputError(f"dtype is {dtype}: expected torch.bfloat16 or torch.float32; choose one")
     if shards is not None and (type(shards) is not int or shards < 1):
         raise InputError(f"shards is {shards!r}: expected an integer of at least 1; give the number of files, or None")
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path} is a file: expected a folder, or a path to make one; choose another path")
-    if there := sorted(file.name for file in (*path.glob("*.safetensors*"), *path.glob("config.json"))):
+    with writing(path):
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path} is a file: expected a folder, or a path to make one; choose another path")
+        there = sorted(file.name for file in (*path.glob("*.safetensors*"), *path.glob("config.json")))
+    if there:
         raise CheckpointError(
             f"{path} already holds {there[0]}: expected no checkpoint there; remove it, or choose another"
         )
@@ -101,7 +104,8 @@ def make_checkpoint(
     files = per_layer if shards is None else _deal([item for layer in per_layer for item in layer], shards, maker)
     total = sum(maker.bytes_of(info) for file in files for _, info in file)
 
-    path.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     done = 0
     for number, tensors in enumerate(files, start=1):
@@ -130,7 +134,8 @@ def make_checkpoint(
 
 
 def _write_json(file: Path, data: object) -> None:
-    file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    with writing(file):
+        file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def _deal(tensors: list[tuple[str, TensorInfo]], shards: int, maker: _Maker) -> list[list[tuple[str, TensorInfo]]]:

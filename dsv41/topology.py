@@ -6,7 +6,7 @@ it, and the selection of the nearest index source at or below it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -150,6 +150,8 @@ def _nearest(ids: tuple[int, ...], layer: int) -> int | None:
 
 def _check_layers(config: DeepseekV41Config, layers: Sequence[int]) -> list[int]:
     end = config.num_hidden_layers + config.num_nextn_predict_layers
+    if not isinstance(layers, Iterable):
+        raise ConfigError(f"layers is {layers!r}: expected a list of ids of 0 .. {end - 1}; give [{layers!r}], say")
     for layer in layers:
         if type(layer) is not int or not 0 <= layer < end:
             raise ConfigError(

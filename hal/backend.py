@@ -148,6 +148,11 @@ class AttentionBackend(ABC):
         `published` is the selection of the index source before, where it scored the same keys.
         """
 
+    @abstractmethod
+    def index_scores(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> Tensor:
+        """The scores `[T, W]` that `select` chooses by, over the index keys as they are: W = `plan.max_visible[ratio]`.
+        What a token cannot see holds something or other. For verification and diagnosis, not part of a step."""
+
     def attend(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, selection: Selection | None) -> AttnOutput:
         """`forward_mqa` into a fresh output."""
         out = self.alloc_attn_out(inputs, layer)

@@ -9,11 +9,15 @@ from __future__ import annotations
 import struct
 from enum import StrEnum
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dsv41.errors import InputError
+
+if TYPE_CHECKING:
+    from dsv41.hal.types import BlockScaledWeight
 
 
 class Dialect(StrEnum):
@@ -101,6 +105,15 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
     return torch.stack([numbers[byte & 15], numbers[byte >> 4]], dim=1)
 
 
+def positive_numbers(encoding: Encoding, dialect: Dialect | None) -> Tensor:
+    """float32, ascending: 0 and every positive number of a coded encoding."""
+    if encoding is Encoding.E2M1:
+        return torch.tensor(_E2M1_VALUES)
+    assert encoding is Encoding.E4M3 and dialect is not None
+    numbers = decode_e4m3(torch.arange(128, dtype=torch.uint8), dialect)
+    return numbers[~numbers.isnan()]
+
+
 def encode_e2m1(x: Tensor) -> Tensor:
     """Bytes `[.., n / 2]` of float32 `[.., n]`, the even index in the low nibble: nearest even, saturating at 6.
 
@@ -145,6 +158,16 @@ def decode_ue8m0(codes: Tensor) -> Tensor:
     bits = exponent << 23
     bits = torch.where(exponent == 0, 1 << 22, bits)
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def count_nan(weight: BlockScaledWeight) -> int:
+    """How many elements of an fp8 matrix are NaN, by their own code or by their block's scale."""
+    rows, cols = weight.shape
+    nan = weight.data.view(torch.uint8) & 0x7F == 0x7F
+    by_scale = weight.scale == 255
+    if bool(by_scale.any()):
+        nan |= by_scale.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :cols]
+    return int(nan.sum())
 
 
 def double_ue8m0(codes: Tensor) -> Tensor:

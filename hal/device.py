@@ -26,6 +26,7 @@ TORCH_INSTALL = {
     "CUDA": "pip install torch --index-url https://download.pytorch.org/whl/cu130",
     "ROCm": "pip install torch --index-url https://download.pytorch.org/whl/rocm7.1",
 }
+_LARGEST = 2**60  # of anything that a device has
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Device:
     """One device. `arch` is `sm_<number>`, `gfx<hex>` or `cpu`, with no feature suffix.
 
     `shared_memory_bytes` is the most that one block may use, `multiprocessors` SMs or CUs (0 where unknown).
-    `fp8_dialect` is that of its matrix units: "ocp", "fnuz", or None where they have none.
+    `fp8_dialect` is that of its matrix units: "ocp", "fnuz", or None where they have none. `problem` says why torch
+    cannot compute on it although it computes on others, with the remedy.
     """
 
     vendor: str
@@ -45,6 +47,7 @@ class Device:
     shared_memory_bytes: int
     warp_size: int
     fp8_dialect: str | None
+    problem: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", self.arch.split(":")[0])  # gcnArchName: gfx942:sramecc+:xnack-
@@ -60,6 +63,12 @@ class Device:
             raise Dsv41Error(
                 f"device {self.name!r}: fp8_dialect {self.fp8_dialect!r} is none of {FP8_DIALECTS} or None"
             )
+        for name in ("index", "memory_bytes", "multiprocessors", "shared_memory_bytes", "warp_size"):
+            if not 0 <= (value := getattr(self, name)) <= _LARGEST:
+                raise Dsv41Error(
+                    f"device {self.name!r}: {name} is {value if value < 0 else 'huge'}: expected 0 to {_LARGEST}; "
+                    "correct it, 0 where it is unknown"
+                )
 
     @property
     def key(self) -> str:
@@ -174,7 +183,7 @@ class Platform:
                 f"torch {torch.version} is a {torch.kind} build and cannot use this {needed} device: install a "
                 f"{needed} build with `{TORCH_INSTALL[needed]}`"
             )
-        return torch.problem
+        return torch.problem or device.problem
 
     def default_device(self) -> Device:
         """The first GPU that torch can use, else the CPU."""
@@ -227,8 +236,15 @@ class Platform:
         if text.lower() in names:
             return _parse((files("dsv41.platforms") / f"{text.lower()}.json").read_text(encoding="utf-8"), text.lower())
         path = Path(text)
-        if path.is_file():
-            return _parse(path.read_text(encoding="utf-8"), text)
+        try:
+            content = path.read_text(encoding="utf-8") if path.is_file() else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise Dsv41Error(
+                f"platform {text!r:.200} cannot be read ({getattr(error, 'strerror', error)}): expected a name or a "
+                "JSON file; write one with `dsv41 probe --json`"
+            ) from None
+        if content is not None:
+            return _parse(content, text)
         close = difflib.get_close_matches(text.lower(), names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise Dsv41Error(
@@ -245,6 +261,6 @@ def platform_names() -> list[str]:
 def _parse(text: str, origin: str) -> Platform:
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise Dsv41Error(f"platform {origin!r} is not JSON ({error}): write one with `dsv41 probe --json`") from None
     return Platform.from_json(data, origin)

@@ -12,9 +12,12 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dsv41.errors import Dsv41Error
 from dsv41.hal.device import Device
 
 ROOT = Path("/")
@@ -40,6 +43,10 @@ class Host:
         """Whether a GPU of the vendor is here, by its driver, the bus or a list of devices."""
         driver = self.nvidia_driver if vendor == "nvidia" else self.amd_driver
         return bool(driver) or vendor in self.pci or any(gpu.vendor == vendor for gpu in self.gpus)
+
+
+NOTHING = Host(None, None, frozenset(), False, False, False, ())
+"""A machine without a GPU."""
 
 
 def read_host(root: Path = ROOT, *, ask_tools: bool = True) -> Host:
@@ -92,7 +99,8 @@ def _pci_gpus(root: Path) -> frozenset[str]:
 def _kfd_devices(root: Path) -> list[Device]:
     """AMD GPUs from the kernel driver's topology, which a container sees even without /dev/kfd."""
     devices: list[Device] = []
-    for node in sorted(_entries(root / "sys/class/kfd/kfd/topology/nodes"), key=lambda path: int(path.name)):
+    nodes = [node for node in _entries(root / "sys/class/kfd/kfd/topology/nodes") if node.name.isdecimal()]
+    for node in sorted(nodes, key=lambda path: int(path.name)):
         facts = {
             key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", _text(node / "properties"), re.MULTILINE)
         }
@@ -100,15 +108,13 @@ def _kfd_devices(root: Path) -> list[Device]:
         if not version:
             continue  # a CPU node
         memory = re.search(r"^size_in_bytes (\d+)$", _text(node / "mem_banks/0/properties"), re.MULTILINE)
-        devices.append(
-            Device.gpu(
-                f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}",
-                len(devices),
-                memory_bytes=int(memory[1]) if memory else 0,
-                multiprocessors=facts.get("simd_count", 0) // (facts.get("simd_per_cu") or 1),
-                shared_memory_bytes=facts.get("lds_size_in_kb", 0) * 1024,
-                warp_size=facts.get("wave_front_size", 0),
-            )
+        _add(
+            devices,
+            f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}",
+            memory_bytes=int(memory[1]) if memory else 0,
+            multiprocessors=facts.get("simd_count", 0) // (facts.get("simd_per_cu") or 1),
+            shared_memory_bytes=facts.get("lds_size_in_kb", 0) * 1024,
+            warp_size=facts.get("wave_front_size", 0),
         )
     return devices
 
@@ -120,11 +126,18 @@ def _nvidia_smi_devices() -> list[Device]:
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     devices: list[Device] = []
     for line in _output(query).splitlines():
-        match = re.fullmatch(r"(.+), (\d+)\.(\d), (\d+)", line.strip())
+        match = re.fullmatch(r"(.+), (\d+)\.(\d), (.+)", line.strip())
         if match:
-            arch, memory = f"sm_{match[2]}{match[3]}", int(match[4]) * 1024**2
-            devices.append(Device.gpu(arch, len(devices), name=match[1], memory_bytes=memory))
+            # A GPU that shares the host's memory has "[N/A]" here.
+            memory = int(match[4]) * 1024**2 if match[4].isdecimal() else 0
+            _add(devices, f"sm_{match[2]}{match[3]}", name=match[1], memory_bytes=memory)
     return devices
+
+
+def _add(devices: list[Device], arch: str, **facts: Any) -> None:
+    """Append the next device, unless what a tool said of it makes none."""
+    with suppress(Dsv41Error):
+        devices.append(Device.gpu(arch, len(devices), **facts))
 
 
 _HIP_PYTHON = """
@@ -143,35 +156,44 @@ for index in range(call(hip.hipGetDeviceCount())):
         props = hip.hipDeviceProp_t()
         if int(hip.hipGetDeviceProperties(props, index)[0]):
             raise SystemExit("hipGetDeviceProperties")
-    text = lambda value: value.decode() if isinstance(value, bytes) else str(value)
+    text = lambda value: value.decode(errors="replace") if isinstance(value, bytes) else str(value)
     found.append([text(props.gcnArchName), text(props.name), int(props.totalGlobalMem),
                   int(props.multiProcessorCount), int(props.sharedMemPerBlock), int(props.warpSize)])
-print(json.dumps(found))
+print("dsv41:" + json.dumps(found))
 """
 
 
 def _hip_python_devices() -> list[Device]:
     """AMD GPUs from hip-python where it is installed. 10.0 returns the properties, older lines fill a given struct."""
-    output = _output([sys.executable, "-c", _HIP_PYTHON]).strip()
-    return [
-        Device.gpu(
-            arch, index, name=name, memory_bytes=memory, multiprocessors=units, shared_memory_bytes=lds, warp_size=warp
-        )
-        for index, (arch, name, memory, units, lds, warp) in enumerate(json.loads(output) if output else [])
-    ]
+    found = re.search(r"dsv41:(.*)", _output([sys.executable, "-c", _HIP_PYTHON]))  # libraries may print as well
+    devices: list[Device] = []
+    for arch, name, memory, units, lds, warp in json.loads(found[1]) if found else []:
+        facts = {"name": name, "memory_bytes": memory, "multiprocessors": units, "shared_memory_bytes": lds}
+        _add(devices, arch, **facts, warp_size=warp)
+    return devices
 
 
 def _output(command: list[str]) -> str:
     """A command's standard output, empty where it fails in any way."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
 
 
 def _entries(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _text(path: Path) -> str:

@@ -183,11 +183,13 @@ class CacheLayout:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CacheLayout:
         """The layout of `to_dict`. Raises LayoutError for entries that are missing, unknown, or contradict others."""
+        if not isinstance(data, Mapping):
+            raise LayoutError(f"this is no cache layout but {data!r:.200}: give the dictionary that to_dict makes")
         if missing := sorted({"record", *(field.name for field in fields(CacheLayout))} - set(data)):
             raise LayoutError(f"this is no cache layout: it lacks {', '.join(missing)}")
-        record = RECORDS.get(data["record"])
-        if record is None:
+        if data["record"] not in list(RECORDS):
             raise LayoutError(f"unknown record {data['record']!r}; known are {', '.join(RECORDS)}")
+        record = RECORDS[data["record"]]
         if data["scale_placement"] not in list(ScalePlacement):
             raise LayoutError(
                 f"unknown scale_placement {data['scale_placement']!r}; known are {', '.join(ScalePlacement)}"

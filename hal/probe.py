@@ -19,7 +19,7 @@ from typing import Any
 
 from dsv41.hal.arch import ARCHS, runs_on
 from dsv41.hal.device import LIBRARIES, TORCH_INSTALL, Device, Platform, TorchBuild
-from dsv41.hal.host import Host, cpu_device, read_host
+from dsv41.hal.host import NOTHING, Host, cpu_device, read_host
 from dsv41.hal.libraries import inspect
 
 ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TRITON_INTERPRET")
@@ -34,7 +34,13 @@ def probe(*, deep: bool = False, libraries: Iterable[str] = LIBRARIES) -> Platfo
     `libraries` are the import names to look for.
     """
     torch_view = _ask_torch()
-    host = read_host(ask_tools=not torch_view.devices)
+    try:
+        host = read_host(ask_tools=not torch_view.devices)
+    except Exception as error:  # files and tools of drivers that nobody has seen yet
+        host = NOTHING
+        torch_view.notes.append(
+            f"the drivers of this machine cannot be read ({_words(error)}): please report it with this note"
+        )
     build, devices, notes = _combine(torch_view, host)
     platform = Platform(
         devices=(*devices, cpu_device()),
@@ -67,7 +73,7 @@ def deep_check(module: str) -> str | None:
         "importlib.import_module(sys.argv[2])\n"
         f"print({marker!r}, flush=True)\n"
     )
-    command = [sys.executable, "-c", code, json.dumps(sys.path), module]
+    command = [sys.executable, "-c", code, json.dumps([str(entry) for entry in sys.path]), module]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=IMPORT_TIMEOUT, stdin=subprocess.DEVNULL
@@ -98,17 +104,22 @@ class _TorchView:
 def _ask_torch() -> _TorchView:
     try:
         import torch
+
+        build = TorchBuild(str(torch.__version__), torch.version.cuda, getattr(torch.version, "hip", None))
     except Exception as error:
         problem = f"torch cannot be imported ({_words(error)}): reinstall it with `pip install torch`"
         return _TorchView(TorchBuild(None, problem=problem))
-    view = _TorchView(TorchBuild(str(torch.__version__), torch.version.cuda, getattr(torch.version, "hip", None)))
+    view = _TorchView(build)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             count = torch.cuda.device_count()
-            targets = torch.cuda.get_arch_list() if count else []
         except Exception as error:
-            count, targets, view.failure = 0, [], _words(error)
+            count, view.failure = 0, _words(error)
+        try:
+            targets = list(torch.cuda.get_arch_list()) if count else []
+        except Exception:
+            targets = []  # unknown, as is then whether it has kernels for a device
         for index in range(count):
             try:
                 device = _torch_device(index, torch.cuda.get_device_properties(index))
@@ -118,15 +129,32 @@ def _ask_torch() -> _TorchView:
                     f"torch cannot describe cuda:{index} ({view.failure}): check it with the vendor's tools"
                 )
                 continue
+            if lacking := _kernel_problem(build, targets, device.arch):
+                device = replace(device, problem=lacking)
+                view.notes.append(f"{device.key}: {lacking}")
             view.devices.append(device)
-            if targets and not any(runs_on(target, device.arch) for target in targets):
-                view.notes.append(
-                    f"torch {torch.__version__} has no kernels for {device.arch} ({device.key}), only for "
-                    f"{', '.join(targets)}: install a build that has, `{TORCH_INSTALL[view.build.kind]}`"
-                )
     if not view.devices and caught:
         view.failure = view.failure or str(caught[-1].message)
     return view
+
+
+def _kernel_problem(build: TorchBuild, targets: list[str], arch: str) -> str | None:
+    """Why a torch with kernels for `targets` cannot compute on an arch; None where it can, or where that is unknown."""
+    try:
+        if not targets or any(runs_on(target.split(":")[0], arch) for target in targets):
+            return None
+    except ValueError:  # a target of a form that we do not know
+        return None
+    if arch.startswith("gfx"):
+        which = f"such as one built from source with PYTORCH_ROCM_ARCH={arch}"
+    else:
+        numbers = [int("".join(filter(str.isdigit, target))) for target in targets]
+        older = int(arch.removeprefix("sm_")) < min(numbers)
+        which = f"built for {'an older' if older else 'a newer'} CUDA than {build.cuda}"
+    return (
+        f"torch {build.version} has no kernels for {arch}, only for {', '.join(targets)}: install one that has, "
+        f"{which}, or use another device"
+    )
 
 
 def _torch_device(index: int, props: Any) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,12 +69,13 @@ class Request:
     cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {"num_heads": self.geometry.num_heads, "o_groups": self.geometry.o_groups}
-        fitting = [tp for tp in range(1, sizes["num_heads"] + 1) if not any(size % tp for size in sizes.values())]
-        if self.tp_size not in fitting:
+        heads, groups = self.geometry.num_heads, self.geometry.o_groups
+        common = math.gcd(heads, groups)
+        if type(self.tp_size) is not int or self.tp_size < 1 or common % self.tp_size:
+            fitting = [tp for tp in range(1, common + 1) if common % tp == 0]
             raise ConfigError(
-                f"tp_size {self.tp_size!r} must divide num_heads {sizes['num_heads']} and o_groups "
-                f"{sizes['o_groups']}: use one of {', '.join(map(str, fitting))}"
+                f"tp_size {self.tp_size!r} must divide num_heads {heads} and o_groups {groups}: use one of "
+                f"{', '.join(map(str, fitting))}"
             )
         _check("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES, LayoutError)
         _check("index_cache_dtype", self.index_cache_dtype, INDEX_CACHE_DTYPES, LayoutError)

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dsv41.errors import BackendError, Dsv41Error
+from dsv41.errors import BackendError, ConfigError, Dsv41Error
 from dsv41.hal import registry
 from dsv41.hal.device import Device, Platform
 from dsv41.hal.names import suggest
 from dsv41.hal.probe import deep_check, probe
 from dsv41.hal.registry import BackendSpec
 from dsv41.hal.report import Candidate, SelectionReport
-from dsv41.hal.request import REASON_CLASSES, UNSPECIFIC_KV_CACHE_DTYPES, Reason, Request
+from dsv41.hal.request import PHASES, REASON_CLASSES, UNSPECIFIC_KV_CACHE_DTYPES, Reason, Request
 from dsv41.hal.requirements import Check, index_cache_dtype, kv_cache_dtype, torch_reaches
 
 if TYPE_CHECKING:
@@ -150,8 +150,21 @@ class _Choice:
 
         specs = {spec.name: spec for spec in registry.all_specs()}
         asked, source = _asked(name, specs)
+        geometry = Geometry() if config is None else getattr(config, "geometry", None)
+        if not isinstance(geometry, Geometry):
+            raise ConfigError(
+                f"config is {config!r:.200}: expected something with a `geometry`; pass a DeepseekV41Config, or None "
+                "for the released model"
+            )
+        if not isinstance(phases, Iterable):
+            raise BackendError(f"phases is {phases!r}: expected a list of phases; use some of {', '.join(PHASES)}")
+        if platform is not None and not isinstance(platform, Platform):
+            raise BackendError(
+                f"platform is {platform!r:.200}: expected a Platform; pass Platform.load('h200'), say, or None for "
+                "this machine"
+            )
         request = Request(
-            geometry=Geometry() if config is None else config.geometry,
+            geometry=geometry,
             tp_size=tp_size,
             kv_cache_dtype=kv_cache_dtype,
             index_cache_dtype=index_cache_dtype,
@@ -318,7 +331,7 @@ def _asked(name: str | None, specs: Mapping[str, BackendSpec]) -> tuple[str | No
     wanted = name
     if wanted is None:
         source, wanted = ENV_BACKEND, os.environ.get(ENV_BACKEND, "").strip() or "auto"
-    wanted = wanted.strip().lower()
+    wanted = str(wanted).strip().lower()
     if wanted == "auto":
         return None, "automatic"
     if wanted not in specs:

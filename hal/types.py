@@ -198,6 +198,7 @@ class ForwardBatch:
     window_table: BlockTable
     compressed_tables: Mapping[int, BlockTable]
     state_slots: Tensor
+    state_slots_cpu: Tensor
     causal: bool = True
 
     @property
@@ -288,6 +289,7 @@ class ForwardBatch:
                 for ratio, pages in compressed_pages.items()
             },
             state_slots=slots.to(device, non_blocking=True),
+            state_slots_cpu=slots,
             causal=causal,
         )
 

@@ -32,9 +32,10 @@ def sparse_mqa(q: Tensor, parts: list[tuple[Tensor, Tensor]], sink: Tensor, scal
     out = torch.zeros_like(q)
     width = sum(where.shape[1] for _, where in parts)
     step = max(1, _ROWS_AT_ONCE // max(1, width))
+    parts = [(rows.float(), where) for rows, where in parts]
     for start in range(0, q.shape[0], step):
         part = slice(start, start + step)
-        kv = torch.cat([rows.float()[where[part]] for rows, where in parts], dim=1)
+        kv = torch.cat([rows[where[part]] for rows, where in parts], dim=1)
         empty = torch.cat([where[part] == 0 for _, where in parts], dim=1)
         out[part] = _attend(q[part].float(), kv, empty, sink, scale).to(q.dtype)
     return out

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from dsv41.backends.reference import attention, compress, index
 from dsv41.backends.reference.layouts import resolve_layouts
-from dsv41.backends.reference.linear import find_nan_codes, grouped_linear, linear
+from dsv41.backends.reference.linear import grouped_linear, linear
 from dsv41.backends.reference.norm import rms_norm, rotate
 from dsv41.backends.reference.planning import make_plan, slots_of
 from dsv41.backends.reference.quantize import round_trip
 from dsv41.errors import InputError
 from dsv41.hal.backend import AttentionBackend
+from dsv41.hal.codecs import count_nan
 from dsv41.hal.layout import CacheLayouts
 from dsv41.hal.types import (
     AttnInputs,
@@ -93,7 +94,7 @@ class ReferenceBackend(AttentionBackend):
         if weights.indexer is not None:
             projections["indexer.wq_b"] = weights.indexer.wq_b
         for name, weight in projections.items():
-            if isinstance(weight, BlockScaledWeight) and (count := find_nan_codes(weight)):
+            if isinstance(weight, BlockScaledWeight) and (count := count_nan(weight)):
                 raise InputError(
                     f"{layer.spec.name}.{name}.weight holds {count} NaN values: expected finite fp8 codes and scales; "
                     "the checkpoint is damaged, fetch this shard again"
@@ -141,7 +142,7 @@ class ReferenceBackend(AttentionBackend):
                 blocks = torch.where(number * block_size < num_visible[:, None], number, -1)
             return Selection(everything, blocks)
 
-        scores = self._index_scores(inputs, layer, plan)
+        scores = self.index_scores(inputs, layer, plan)
         candidates = published.candidates if published is not None else None
         if spec.publishes_candidates:
             blocks = index.candidate_blocks(scores, num_visible, block_size, budget)
@@ -149,6 +150,16 @@ class ReferenceBackend(AttentionBackend):
         if spec.reads_candidates and candidates is not None:
             allowed = allowed & index.in_blocks(candidates, visible, block_size)
         return Selection(index.top_k(scores, allowed, spec.topk), candidates)
+
+    def index_scores(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> Tensor:
+        """As `index.index_scores` gives them, from queries quantised like the keys."""
+        spec, weights, caches = layer.spec, layer.weights.indexer, layer.caches
+        assert weights is not None and caches is not None and caches.index is not None
+        query = linear(inputs.qr, weights.wq_b, quantize=spec.quantize_activations)
+        query = rotate(query.view(-1, spec.index_heads, spec.index_dim), inputs.positions, layer.cos_sin)
+        query = round_trip(caches.index.layout.record, query)
+        head_weight = linear(inputs.hidden, weights.weights_proj) * (spec.index_dim**-0.5 * spec.index_heads**-0.5)
+        return index.index_scores(query, head_weight, caches.index, spec.ratio, plan)
 
     # Parts of the segments
 
@@ -167,13 +178,3 @@ class ReferenceBackend(AttentionBackend):
         key = rms_norm(linear(inputs.latent, weights.wk), weights.k_norm, layer.spec.eps)
         key = rotate(key, self._group_start(layer, plan), layer.cos_sin)
         caches.index.write(plan.compressed_slots[layer.spec.ratio], key)
-
-    def _index_scores(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> Tensor:
-        """`[T, W]`, as `index.index_scores` gives them, from queries quantised like the keys."""
-        spec, weights, caches = layer.spec, layer.weights.indexer, layer.caches
-        assert weights is not None and caches is not None and caches.index is not None
-        query = linear(inputs.qr, weights.wq_b, quantize=spec.quantize_activations)
-        query = rotate(query.view(-1, spec.index_heads, spec.index_dim), inputs.positions, layer.cos_sin)
-        query = round_trip(caches.index.layout.record, query)
-        head_weight = linear(inputs.hidden, weights.weights_proj) * (spec.index_dim**-0.5 * spec.index_heads**-0.5)
-        return index.index_scores(query, head_weight, caches.index, spec.ratio, plan)

@@ -1,6 +1,7 @@
 """Devices and platforms: facts in, facts out, and strict reading of what others wrote."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 
 from dsv41.errors import Dsv41Error
 from dsv41.hal.device import LIBRARIES, Device, Library, Platform, TorchBuild, platform_names
+
+from ..wording import refused
 
 CUDA = TorchBuild("2.14.0+cu130", cuda="13.0")
 ROCM = TorchBuild("2.14.0+rocm7.1", hip="7.1.0")
@@ -37,6 +40,10 @@ def test_keys_are_torchs() -> None:
         ({"arch": "gfx942"}, "not of vendor 'nvidia'"),
         ({"arch": "hopper"}, "arch 'hopper' is none of"),
         ({"fp8_dialect": "e4m3"}, "fp8_dialect 'e4m3' is none of"),
+        ({"index": -1}, "index is -1: expected 0 to"),
+        ({"memory_bytes": -5}, "memory_bytes is -5: expected 0 to"),
+        ({"memory_bytes": 10**400}, "memory_bytes is huge: expected 0 to"),
+        ({"multiprocessors": -1}, "multiprocessors is -1: expected 0 to"),
     ],
 )
 def test_a_device_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -67,6 +74,9 @@ def test_the_default_device_is_one_that_torch_can_use() -> None:
     assert platform(Device.gpu("gfx942"), torch=CUDA).default_device().key == "cpu"
     assert platform(Device.gpu("gfx942"), torch=ROCM).default_device().key == "cuda:0"
     assert platform(Device.gpu("sm_90"), torch=TorchBuild("2", "13", None, "too old")).default_device().key == "cpu"
+    bad = replace(Device.gpu("sm_90"), problem="no kernels")
+    assert platform(bad, Device.gpu("sm_90", 1)).default_device().key == "cuda:1"
+    assert platform(bad).reach_problem(bad) == "no kernels"
 
 
 def test_a_platform_lists_the_cpu_last_and_nothing_twice() -> None:
@@ -100,6 +110,26 @@ def test_a_file_that_is_not_json_says_so(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(Dsv41Error, match="is not JSON"):
         Platform.load(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe\x00", "cannot be read .*utf-8"),
+        (b"[" * 200_000, "is not JSON"),
+        (b'{"index": ' + b"9" * 5000 + b"}", "is not JSON"),
+    ],
+    ids=["binary", "deep", "long number"],
+)
+def test_a_file_that_cannot_be_read_says_so(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(Dsv41Error, match=words):
+        Platform.load(tmp_path / "bad")
+
+
+def test_a_name_too_long_for_a_file_says_so() -> None:
+    with refused(Dsv41Error, "xxx", "too long"):
+        Platform.load("x" * 5000)
 
 
 def _without(data: dict[str, Any], *path: str | int) -> None:

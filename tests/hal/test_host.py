@@ -88,6 +88,15 @@ def test_gpus_are_found_on_the_bus(tmp_path: Path, vendor: str, kind: str, expec
     assert read_host(tmp_path, ask_tools=False).pci == expected
 
 
+def test_odd_entries_of_the_topology_are_passed_over(tmp_path: Path) -> None:
+    kfd_node(tmp_path, 1, 90402)
+    kfd_node(tmp_path, 2, 999999999)  # no gfx name
+    kfd_node(tmp_path, 3, 90500)
+    write(tmp_path, "sys/class/kfd/kfd/topology/nodes/power/properties", "gfx_target_version 90402\n")
+    write(tmp_path, "sys/bus/pci/devices", "no folder")
+    assert [gpu.arch for gpu in read_host(tmp_path, ask_tools=False).gpus] == ["gfx942", "gfx950"]
+
+
 def test_the_amd_driver_and_its_node(tmp_path: Path) -> None:
     write(tmp_path, "sys/module/amdgpu/version", "6.16.6\n")
     found = read_host(tmp_path, ask_tools=False)
@@ -116,6 +125,15 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+def test_a_gpu_whose_memory_nvidia_smi_does_not_tell_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GB10 shares its host's memory, so nvidia-smi has none to tell."""
+    lines = "NVIDIA GB10, 12.1, [N/A]\nNVIDIA H200, 9.0, 143771\nNVIDIA old, [N/A], 80\nFailed to initialise\n"
+    monkeypatch.setattr(host, "_output", lambda command: lines)
+    monkeypatch.setattr(host.shutil, "which", lambda name: name)
+    found = host._nvidia_smi_devices()
+    assert [(gpu.arch, gpu.memory_bytes) for gpu in found] == [("sm_121", 0), ("sm_90", 143771 * 1024**2)]
+
+
 HIP_10 = """
 class _P:
     gcnArchName, name, totalGlobalMem = b"gfx942:sramecc+:xnack-", b"AMD Instinct MI300X", 1 << 37
@@ -131,12 +149,22 @@ def hipGetDeviceProperties(prop, index):
     prop.multiProcessorCount, prop.sharedMemPerBlock, prop.warpSize = 256, 163840, 64
     return (0,)
 """
+HIP_NOISY = "print('warning: no NUMA')\n" + HIP_10 + "import atexit; atexit.register(print, 'bye')\n"
+HIP_NAMELESS = HIP_10.replace('b"gfx942:sramecc+:xnack-"', 'b""')
 HIP_NO_DRIVER = "def hipGetDeviceCount(): raise RuntimeError('failed to dlopen libamdhip64.so')\n"
 HIP_NO_DEVICE = "def hipGetDeviceCount(): return (100, 0)\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "archs"), [(HIP_10, ["gfx942", "gfx942"]), (HIP_7, ["gfx950"]), (HIP_NO_DRIVER, []), (HIP_NO_DEVICE, [])]
+    ("code", "archs"),
+    [
+        (HIP_10, ["gfx942", "gfx942"]),
+        (HIP_7, ["gfx950"]),
+        (HIP_NOISY, ["gfx942", "gfx942"]),
+        (HIP_NAMELESS, []),
+        (HIP_NO_DRIVER, []),
+        (HIP_NO_DEVICE, []),
+    ],
 )
 def test_hip_python_is_read_whatever_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, archs: list[str]

@@ -135,6 +135,9 @@ def test_json_names_what_must_be_said() -> None:
         ({"value_bytes": 512}, "value_bytes is 512 but must be 576"),
         ({"page_bytes": 37440}, "page_bytes is 37440 but must be 37376"),
         ({"encodings": [[0, 512, "e4m3", 64]]}, "encodings is"),
+        ({"record": [1]}, "unknown record"),
+        ({"record": None}, "unknown record"),
+        ({"scale_placement": [1]}, "unknown scale_placement"),
         ({"color": "red"}, "color is 'red' but must be 'absent'"),
         ({"page_size": "64"}, "page_size '64'"),
         ({"page_size": True}, "page_size True"),
@@ -148,6 +151,12 @@ def test_json_names_what_must_be_said() -> None:
 def test_json_that_lies_is_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(LayoutError, match=match):
         CacheLayout.from_dict({**CacheLayout(V4, 64, PAGE).to_dict(), **changes})
+
+
+@pytest.mark.parametrize("data", [5, None, "bfloat16", [1]])
+def test_json_of_another_shape_is_refused(data: Any) -> None:
+    with pytest.raises(LayoutError, match="no cache layout"):
+        CacheLayout.from_dict(data)
 
 
 def test_json_that_leaves_out_is_refused() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dsv41.hal import probe as probe_module
-from dsv41.hal.device import Device, Library
+from dsv41.hal.device import Device, Library, Platform
 from dsv41.hal.host import Host
 from dsv41.hal.probe import deepen, probe
+from dsv41.hal.select import explain_backends
 
 H200 = SimpleNamespace(
     name="NVIDIA H200",
@@ -131,6 +132,62 @@ def test_a_torch_without_kernels_for_the_device_is_reported(monkeypatch: pytest.
     assert "has no kernels for sm_120" in run(monkeypatch, torch, NVIDIA).notes[0]
     fine = torch_double("2", RTX5090, cuda="12.6", targets=("sm_80", "compute_90"))
     assert run(monkeypatch, fine, NVIDIA).notes == ()
+
+
+CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+V100 = SimpleNamespace(name="Tesla V100", major=7, minor=0, total_memory=1 << 34, multi_processor_count=80)
+
+
+def test_a_device_that_torch_has_no_kernels_for_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = torch_double("2.14.0+cu130", V100, H200, cuda="13.0", targets=CU130)
+    found = run(monkeypatch, torch, NVIDIA)
+    problem = str(found.reach_problem(found.gpus[0]))
+    assert "has no kernels for sm_70" in problem
+    assert "built for an older CUDA than 13.0" in problem
+    assert "pip install" not in problem
+    assert found.reach_problem(found.gpus[1]) is None
+    assert found.default_device().key == "cuda:1"
+    assert Platform.from_json(found.to_json()) == found
+    report = explain_backends(platform=found, device="cuda:0")
+    assert report.chosen is None
+    assert all("platform" in [reason.cls for reason in candidate.reasons] for candidate in report.candidates)
+
+
+@pytest.mark.parametrize(
+    ("props", "build", "targets", "remedy"),
+    [
+        (RTX5090, {"cuda": "12.6"}, ("sm_80", "sm_90a"), "built for a newer CUDA than 12.6"),
+        (amd("gfx90a"), {"hip": "7.1"}, ("gfx942", "gfx950"), "PYTORCH_ROCM_ARCH=gfx90a"),
+        (amd("gfx942"), {"hip": "7.1"}, ("gfx942:xnack-", "gfx950"), None),
+        (amd("gfx1103"), {"hip": "7.1"}, ("gfx942", "gfx11-generic"), None),  # we cannot tell
+        (H200, {"cuda": "13.0"}, ("garbage",), None),
+    ],
+)
+def test_the_remedy_is_a_torch_that_has_kernels(
+    monkeypatch: pytest.MonkeyPatch, props: Any, build: dict[str, Any], targets: tuple[str, ...], remedy: str | None
+) -> None:
+    (gpu,) = run(monkeypatch, torch_double("2", props, targets=targets, **build), machine()).gpus
+    assert gpu.problem is None if remedy is None else remedy in str(gpu.problem)
+
+
+def test_a_torch_that_does_not_list_its_kernels_keeps_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = torch_double("2", H200, cuda="13")
+    del torch.cuda.get_arch_list
+    found = run(monkeypatch, torch, NVIDIA)
+    assert [gpu.problem for gpu in found.gpus] == [None]
+
+
+def test_what_cannot_be_read_is_a_note_and_not_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_host(**_: Any) -> Host:
+        raise KeyError("node")
+
+    run(monkeypatch, torch_double("2", H200, cuda="13"), NVIDIA)
+    monkeypatch.setattr(probe_module, "read_host", read_host)
+    found = probe()
+    assert [gpu.arch for gpu in found.gpus] == ["sm_90"]
+    assert "cannot be read (KeyError: 'node')" in found.notes[0]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # a stray folder of that name
+    assert "torch cannot be imported (AttributeError" in str(probe().torch.problem)
 
 
 def test_one_bad_device_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

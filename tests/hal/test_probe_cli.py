@@ -1,11 +1,12 @@
 """`dsv41 probe` as a person sees it."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from dsv41.hal.device import Platform, platform_names
+from dsv41.hal.device import Library, Platform, platform_names
 from dsv41.hal.probe import probe
 from dsv41.probe_cli import probe_report, render
 
@@ -39,6 +40,27 @@ def test_this_machine_can_be_shown() -> None:
     platform = probe()
     assert "played back" not in shown(platform)
     assert set(probe_report(platform)) >= {"devices", "chosen", "backends", "libraries", "torch", "notes"}
+
+
+def test_what_a_platform_says_is_no_markup() -> None:
+    """Whatever text a file holds is shown as it is."""
+    odd, base = "see [/x] [red]here", Platform.load("h200")
+    devices = (replace(base.devices[0], name=odd, problem=odd), base.devices[1])
+    library = Library(True, odd, frozenset({odd}), None)
+    platform = replace(
+        base,
+        about=f"about {odd}",
+        origin=f"origin {odd}",
+        devices=devices,
+        torch=replace(base.torch, version=f"torch {odd}"),
+        driver=f"driver {odd}",
+        notes=(f"note {odd}",),
+        libraries={**base.libraries, odd: library, "triton": replace(library, problem=odd)},
+    )
+    text = shown(platform, width=400)
+    for words in ("about", "origin", "torch", "driver", "note"):
+        assert f"{words} {odd}" in text
+    assert text.count(odd) > 10
 
 
 def test_the_request_goes_through() -> None:

@@ -490,6 +490,34 @@ def test_unquantised_caches_are_the_references_alone() -> None:
     assert "dtype" in classes(report, "portable")
 
 
+# Arguments of the wrong type
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"name": 3}, BackendError, "backend 3 is unknown.*use auto"),
+        ({"config": "release"}, ConfigError, "config is 'release': expected .*geometry"),
+        ({"platform": "h200"}, BackendError, r"platform is 'h200': expected a Platform; pass Platform.load\('h200'\)"),
+        ({"phases": 3}, BackendError, "phases is 3: expected a list.*decode"),
+        ({"phases": [3]}, BackendError, "phase 3 is unknown"),
+        ({"tp_size": 2.0}, ConfigError, "tp_size 2.0 must divide .* use one of 1, 2, 4, 8"),
+        ({"tp_size": True}, ConfigError, "tp_size True must divide"),
+        ({"tp_size": 0}, ConfigError, "tp_size 0 must divide"),
+        ({"tp_size": -1}, ConfigError, "tp_size -1 must divide"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], error: type[Dsv41Error], words: str) -> None:
+    with pytest.raises(error, match=words):
+        select_backend(**{"device": "cpu", "platform": machine(), **arguments})
+
+
+@pytest.mark.timeout(20)
+def test_a_huge_model_is_judged_at_once() -> None:
+    report = explain_backends(platform=machine(), config=Model(num_heads=2**40, o_groups=8), tp_size=8)
+    assert report.chosen == "reference"
+
+
 # Devices
 
 

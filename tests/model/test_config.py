@@ -99,6 +99,9 @@ def test_default_means_no_yarn(rope: dict[str, Any]) -> None:
         ({}, ["rope_scaling", "rope_parameters"]),
         ({"rope_scaling": "yarn"}, ["rope_scaling", "'yarn'"]),
         ({"rope_scaling": YARN}, ["rope_scaling.rope_type", "missing"]),
+        ({"rope_scaling": {}}, ["rope_scaling.rope_type", "missing"]),
+        ({"rope_parameters": {}}, ["rope_parameters.rope_type", "missing"]),
+        ({"rope_parameters": {"main": {"rope_theta": 1e4}, "compress": {}}}, ["compress.rope_type", "missing"]),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, ["rope_scaling.rope_type", "'linear'"]),
         ({"rope_scaling": {"type": ["yarn"], **YARN}}, ["rope_scaling.rope_type", "['yarn']"]),
         ({"rope_scaling": {"type": "yarn", "rope_type": "default", **YARN}}, ["rope_type", "'yarn'", "'default'"]),
@@ -140,6 +143,15 @@ INTEGERS = [
 def test_wrong_integers_are_refused(name: str, value: object) -> None:
     with refused(ConfigError, name, repr(value), f"the release has {getattr(RELEASE, name)}"):
         DeepseekV41Config.from_dict(release(**{name: value}))
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_sizes_that_no_model_has_are_refused(name: str) -> None:
+    largest = 2**40 if name == "max_position_embeddings" else 2**20
+    with refused(ConfigError, name, largest + 1, f"at most {largest}"):
+        DeepseekV41Config.from_dict(release(**{name: largest + 1}))
+    with refused(ConfigError, name, 10**30):
+        DeepseekV41Config.from_dict(release(**{name: 10**30}))
 
 
 @pytest.mark.parametrize("value", [0, -1e-6, float("nan"), float("inf"), "1e-6", None, True])

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv41.fp8 import count_nan, dequantize_blocks, quantize_blocks, scale_bytes
+from dsv41.fp8 import dequantize_blocks, quantize_blocks, scale_bytes
+from dsv41.hal.codecs import count_nan
+from dsv41.hal.types import BlockScaledWeight
 
 
 @given(rows=st.integers(1, 70), cols=st.integers(1, 70), exponent=st.integers(-100, 100), seed=st.integers(0, 9))
@@ -41,6 +43,18 @@ def test_zeros_and_nan() -> None:
     assert quantized.scale.tolist() == [[127, 127], [255, 127]]
     assert count_nan(quantized) == 32 * 32
     assert int(dequantize_blocks(quantized).isnan().sum()) == 32 * 32
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (64, 32), (1, 33), (96, 70)], ids=str)
+def test_nan_is_counted_once_an_element(shape: tuple[int, int]) -> None:
+    """By code, by scale, by both, up to the ragged edges: what the numbers themselves say."""
+    generator = torch.Generator().manual_seed(1)
+    for codes, scales in ((0.02, 0.0), (0.0, 0.5), (0.02, 0.5), (1.0, 1.0)):
+        data = torch.where(torch.rand(shape, generator=generator) < codes, 0xFF, 0x38).to(torch.uint8)
+        grid = (-(-shape[0] // 32), -(-shape[1] // 32))
+        scale = torch.where(torch.rand(grid, generator=generator) < scales, 255, 127).to(torch.uint8)
+        weight = BlockScaledWeight(data.view(torch.float8_e4m3fn), scale)
+        assert count_nan(weight) == int(dequantize_blocks(weight).isnan().sum())
 
 
 def test_dequantised_in_bf16_is_rounded_once() -> None:

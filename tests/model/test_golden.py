@@ -49,7 +49,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = expand(request.param, tmp_path_factory.mktemp("golden"))
     checkpoint = load_checkpoint(path)
     with torch.no_grad():
-        golden = Golden(path / "io.safetensors", [spec.layer_id for spec in checkpoint.specs])
+        golden = Golden(path / "io.safetensors", checkpoint.specs)
         stack = AttentionStack(checkpoint, ReferenceBackend(), max_len=golden.tokens)
         return Expanded(path, stack, golden, settle_window_rows(stack, golden))
 
@@ -64,7 +64,7 @@ def compare(case: Expanded, chunks: list[int]) -> GoldenComparison:
         start = session.length(request)
         session.step({request: case.golden.inputs[:, start : start + size]}, tap=tap)
     assert session.length(request) == tokens
-    return tap.finish(1, judge=True)
+    return tap.finish()
 
 
 CUTS: dict[str, Callable[[int], list[int]]] = {
@@ -104,7 +104,7 @@ class Scores:
     def output(self, layer: LayerState, plan: StepPlan, output: Tensor) -> None: ...
 
     def selection(self, layer: LayerState, plan: StepPlan, selection: Selection) -> Selection:
-        scores = ReferenceBackend()._index_scores(self._inputs, layer, plan)
+        scores = ReferenceBackend().index_scores(self._inputs, layer, plan)
         assert plan.num_visible[layer.spec.ratio].max() == scores.shape[1]
         self.scores[layer.spec.layer_id] = scores
         return selection

@@ -219,8 +219,8 @@ def test_the_schedules_mean_something(plain: Model, dyadic: Model) -> None:
 class ScoredBackend(WatchedBackend):
     """The reference, keeping the scores of a run of one step by layer."""
 
-    def _index_scores(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> Tensor:
-        scores = super()._index_scores(inputs, layer, plan)
+    def index_scores(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> Tensor:
+        scores = super().index_scores(inputs, layer, plan)
         self.scores = {**getattr(self, "scores", {}), layer.spec.layer_id: scores}
         return scores
 
@@ -426,6 +426,21 @@ def test_fr_38_the_tail_of_the_last_page_may_be_nan(poisoned_model: Model, lengt
         outputs.append(session.step({request: hidden[:, length : length + 1]})[request])
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
+
+
+def test_fr_42_padding_writes_no_row_and_slot_0_is_an_ordinary_slot(poisoned_model: Model) -> None:
+    """The first token of a session goes to row 0 of page 0, and no byte changes but those of its row."""
+    stack = PaddedStack(poisoned_model.checkpoint, PoisonedBackend(), max_len=MAX_LEN)
+    quarter_turns(stack)
+    session = Session(stack, max_requests=1, max_tokens=LONGEST, page_size=4)
+    poison(session)
+    session.step({session.add_request(): poisoned_model.hidden[0][:, :1]})
+    for layer, caches in session.caches.items():
+        for cache_, written in ((caches.window, True), (caches.compressed, layer == 4), (caches.index, layer == 4)):
+            if cache_ is not None:
+                values, scales = cache_.read_bytes(torch.arange(cache_.num_slots))
+                changed = (torch.cat((values, scales), dim=1) != 255).any(1)
+                assert changed.nonzero().flatten().tolist() == [0] * written
 
 
 @pytest.mark.parametrize("live", [0, 2])

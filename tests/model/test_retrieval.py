@@ -117,7 +117,7 @@ def test_fr_56_a_needle_is_found_in_whatever_chunk_it_came(checkpoint: Checkpoin
     session.prefill(request, each_layer(hidden[2040:2048]), chunk=1)
     found = session.step({request: each_layer(hidden[2048:])}, tap=trace)[request]
     for layer, row in ((0, needle // 2), (1, needle), (2, needle)):
-        assert row in trace.topk(layer, 0)[0], layer
+        assert row in trace.selection_of("chosen", layer, 0).topk_indices[0], layer
         assert torch.equal(found[layer, 0, :HALF].sign(), answer), layer
 
 
@@ -164,7 +164,7 @@ def test_fr_59_a_needle_at_the_start_is_found_at_64k_positions(checkpoint: Check
     session.prefill(request, each_layer(hidden[:-1]), chunk=8192)
     found = session.step({request: each_layer(hidden[-1:])}, tap=trace)[request]
     for layer, row in ((0, needle // 2), (1, needle), (2, needle)):
-        assert row in trace.topk(layer, 0)[0], layer
+        assert row in trace.selection_of("chosen", layer, 0).topk_indices[0], layer
         assert torch.equal(found[layer, 0, :HALF].sign(), answer), layer
 
 
@@ -195,7 +195,7 @@ def test_fr_53_thousands_of_equal_scores_choose_the_oldest_rows(checkpoint: Chec
     for layer, ratio in ((0, 2), (1, 1), (2, 1)):
         row = torch.arange(CONFIG.index_topk)
         expected = torch.where(row < (position + 1) // ratio, row, -1)
-        assert torch.equal(trace.topk(layer, 0), expected)
+        assert torch.equal(trace.selection_of("chosen", layer, 0).topk_indices, expected)
     block, newest = torch.arange(8), position // 8
     expected = torch.where(newest < 8, torch.where(block <= newest, block, -1), torch.where(block < 7, block, newest))
     assert torch.equal(torch.cat(blocks), expected)

@@ -184,6 +184,20 @@ def test_whichever_pool_is_short_the_step_is_refused_whole(session: Session, poo
     goes_on(session)
 
 
+def test_every_request_has_a_state_slot_of_its_own(stack: AttentionStack) -> None:
+    """After any order of frees, so that no two turn one ring."""
+    session = Session(stack, max_requests=3, max_tokens=40)
+    held = [session.add_request() for _ in range(3)]
+    for gone in (1, 0, 2, 1):
+        session.free(held.pop(gone))
+        held.append(session.add_request())
+        assert sorted(session._find(request).state_slot for request in held) == [0, 1, 2]
+    session.step({request: hidden(i)[:, :7] for i, request in enumerate(held)})
+    found = session.step({request: hidden(i)[:, 7:8] for i, request in enumerate(held)})
+    for i, request in enumerate(held):
+        assert torch.equal(found[request], whole(stack, hidden(i)[:, :8])[:, 7:])
+
+
 def test_requests_beyond_max_requests_are_refused(session: Session) -> None:
     third = session.add_request()
     with unchanged(session), refused(RequestError, "this session holds 3 requests", "max_requests"):
@@ -361,6 +375,7 @@ def test_a_window_table_needs_only_the_pages_in_the_window(session: Session) -> 
     found = session.stack.forward(hidden(0)[:, 16:17], batch)
     assert torch.equal(found, whole(session.stack, hidden(0)[:, :17])[:, 16:])
     tables[WINDOW][0, 2] = -1
+    session.stack.bind(session.caches)
     with refused(InputError, "page -1", "logical page 2"):
         session.stack.forward(
             hidden(0)[:, 16:17], replace(batch, window_table=replace(batch.window_table, pages_cpu=tables[WINDOW]))
@@ -634,6 +649,23 @@ def test_a_layer_reads_the_caches_of_its_source(session: Session) -> None:
         assert mine.compressed is theirs.compressed is not None
         assert mine.index is theirs.index is not None
         assert mine.window is not theirs.window
+
+
+def test_an_indexer_is_given_a_selection_over_its_own_keys_or_none(checkpoint: Checkpoint) -> None:
+    """A KV source discards what was published before it: those rows were another's."""
+    given: dict[int, Selection | None] = {}
+
+    class Records(ReferenceBackend):
+        def select(
+            self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None
+        ) -> Selection:
+            given[layer.spec.layer_id] = published
+            return super().select(inputs, layer, plan, published)
+
+    session = Session(AttentionStack(checkpoint, Records(), max_len=MAX_LEN))
+    session.step({session.add_request(): hidden(0)})
+    assert [layer for layer, published in given.items() if published is None] == [1, 4]
+    assert list(given) == [1, 3, 4, 5]
 
 
 def test_the_attention_layer_pads_to_what_the_backend_asks_for(stack: AttentionStack) -> None:

@@ -19,6 +19,7 @@ from dsv41.config import DeepseekV41Config
 from dsv41.errors import CheckpointError, ConfigError, InputError
 from dsv41.fp8 import dequantize_blocks
 from dsv41.hal.types import BlockScaledWeight
+from dsv41.shards import write_shard
 from dsv41.synthetic import make_checkpoint, small_config
 
 from ..wording import refused
@@ -222,6 +223,18 @@ def test_a_folder_with_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     with refused(CheckpointError, tmp_path / "file", "a file"):
         make_checkpoint(tmp_path / "file", config=small_config())
     assert digest(path) == before
+
+
+@pytest.mark.parametrize("where", ["file/below", "x" * 300, "/proc/nowhere/at/all", "/dev/full/at"])
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    with refused(CheckpointError, tmp_path / where, "cannot be written"):
+        make_checkpoint(tmp_path / where, config=small_config(), layers=[0])
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
+    with refused(CheckpointError, "/dev/full", "No space left"):
+        write_shard(Path("/dev/full"), {"x": ("U8", (1 << 20,))}, [bytes(1 << 20)])
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:

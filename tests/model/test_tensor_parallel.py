@@ -96,7 +96,12 @@ def test_fr_75_caches_and_selections_are_the_same_on_every_rank(whole: Path) -> 
     for rank in range(2):
         trace = Trace()
         session, _ = serve(stack_of(whole, rank, 2), hidden, trace)
-        ranks.append((session.caches, [trace.topk(layer, 0) for layer in CONFIG.index_source_layer_ids]))
+        ranks.append(
+            (
+                session.caches,
+                [trace.selection_of("chosen", layer, 0).topk_indices for layer in CONFIG.index_source_layer_ids],
+            )
+        )
     (caches, topk), (other_caches, other_topk) = ranks
     assert all(torch.equal(a, b) for a, b in zip(topk, other_topk, strict=True))
     for layer, mine in caches.items():

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.checkpoint import Checkpoint
+from dsv41.choices import as_sets, invalid_rows, untied_rows
 from dsv41.hal.types import AttnInputs, AttnOutput, LayerState, Selection, StepPlan
 from dsv41.session import Session
 from dsv41.stack import AttentionStack
-from dsv41.verify import Comparison, Trace, as_sets, compare_with_reference, pad_columns, relative_error
+from dsv41.verify import Comparison, Trace, compare_with_reference, pad_columns, relative_error
 
 from .toys import MAX_LEN, TOY, noise, plain_checkpoint
 
@@ -140,18 +141,98 @@ def test_a_fault_in_a_cache_shows_in_every_reader_of_it(checkpoint: Checkpoint) 
     assert [layer for layer, error in found.layers.items() if error > 1e-3] == [1, 2, 3]
 
 
-def test_a_wrong_choice_is_counted_and_blamed_on_no_output(checkpoint: Checkpoint) -> None:
-    class ChoosesTheWorst(ReferenceBackend):
-        def select(
-            self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None
-        ) -> Selection:
-            chosen = super().select(inputs, layer, plan, published)
-            if layer.spec.layer_id != 4:
-                return chosen
-            rows = torch.arange(TOY.index_topk).expand(plan.batch.num_tokens, -1)
-            return replace(chosen, topk_indices=torch.where(rows < plan.num_visible[1][:, None], rows, -1))
+class ChoosesTheFirst(ReferenceBackend):
+    """No scoring at all in layer 4."""
 
-    backend = ChoosesTheWorst(kv_cache_dtype="float32", index_cache_dtype="float32")
+    def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
+        chosen = super().select(inputs, layer, plan, published)
+        if layer.spec.layer_id != 4:
+            return chosen
+        rows = torch.arange(TOY.index_topk).expand(plan.batch.num_tokens, -1)
+        return replace(chosen, topk_indices=torch.where(rows < plan.num_visible[1][:, None], rows, -1))
+
+
+class RepeatsARow(ReferenceBackend):
+    def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
+        chosen = super().select(inputs, layer, plan, published)
+        rows = chosen.topk_indices.clone()
+        if rows.shape[1] > 1:
+            rows[-1, 1] = rows[-1, 0]
+        return replace(chosen, topk_indices=rows)
+
+
+class SeesTheFuture(ReferenceBackend):
+    def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
+        later = {r: (n + 1).clamp(max=plan.max_visible[r]) for r, n in plan.num_visible.items()}
+        return super().select(inputs, layer, replace(plan, num_visible=later), published)
+
+
+class ForgetsTheFilter(ReferenceBackend):
+    def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
+        layer = replace(layer, spec=replace(layer.spec, reads_candidates=False))
+        return super().select(inputs, layer, plan, published)
+
+
+class KeepsOneBlockMore(ReferenceBackend):
+    def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
+        spec = replace(layer.spec, candidate_blocks=layer.spec.candidate_blocks + 1)
+        return super().select(inputs, replace(layer, spec=spec), plan, published)
+
+
+class Negates(ReferenceBackend):
+    def index_scores(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> Tensor:
+        return -super().index_scores(inputs, layer, plan)
+
+
+CHOICES = {
+    ChoosesTheFirst: "selections_untied",
+    RepeatsARow: "selections_invalid",
+    SeesTheFuture: "selections_invalid",
+    ForgetsTheFilter: "selections_untied",
+    KeepsOneBlockMore: "selections_invalid",
+    Negates: "selections_untied",
+}
+
+
+@pytest.mark.parametrize("faulty", CHOICES)
+def test_a_wrong_choice_is_judged_where_it_was_made(checkpoint: Checkpoint, faulty: type[ReferenceBackend]) -> None:
+    backend = faulty(kv_cache_dtype="float32", index_cache_dtype="float32")
     found = compare_with_reference(checkpoint, backend, traced(checkpoint, backend), 2)
-    assert found.max_relative_error <= 1e-5
-    assert found.selections_differing > 20
+    assert found.max_relative_error <= 1e-5, "the outputs of the layers behind it are right"
+    assert [failure.split()[1] for failure in found.failures] == [CHOICES[faulty]]
+
+
+def test_a_wrong_decode_is_not_hidden_by_a_long_prefill(checkpoint: Checkpoint) -> None:
+    backend = ReferenceBackend(kv_cache_dtype="float32", index_cache_dtype="float32")
+    trace = traced(checkpoint, backend)
+    last = trace._kept["output", 3, 0][-1]
+    last *= 1.01
+    whole, apart = (compare_with_reference(checkpoint, backend, trace, 2, prompt=p).layers[3] for p in (None, 23))
+    assert apart == pytest.approx(0.01, rel=1e-2)
+    assert whole < 0.5 * apart
+
+
+# Choices
+
+
+def test_ties_excuse_an_exchange_and_nothing_else() -> None:
+    scores = torch.tensor([[5.0, 1.0, 1.0, 0.99995, 0.5]])
+    allowed = torch.tensor([[True] * 5])
+
+    def untied(found: list[int], allowed: Tensor = allowed) -> bool:
+        return bool(untied_rows(torch.tensor([found]), torch.tensor([[0, 1]]), scores, allowed, 1e-4))
+
+    assert not untied([0, 1])
+    assert not untied([2, 0])
+    assert not untied([0, 3])
+    assert untied([0, 4])
+    assert untied([1, 2])
+    assert untied([0, 2], torch.tensor([[True, True, False, True, True]]))
+
+
+def test_what_no_choice_may_be() -> None:
+    rows = torch.tensor([[2, -1, 0], [2, 2, 0], [3, 1, 0], [-1, -1, 0], [-2, 1, 0], [-1, -1, -1]])
+    visible, count = torch.tensor([3, 3, 3, 3, 3, 0]), torch.tensor([2, 2, 3, 2, 2, 0])
+    assert invalid_rows(rows, visible, count).tolist() == [False, True, True, True, True, False]
+    assert invalid_rows(rows[:0], visible[:0], count[:0]).tolist() == []
+    assert as_sets(torch.tensor([[7, 1, -3]]), 3).tolist() == [[False, True, False]]
