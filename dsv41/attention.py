@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dsv41.errors import InputError, LayoutError
+from dsv41.errors import BackendError, InputError, LayoutError
 from dsv41.hal.backend import AttentionBackend
 from dsv41.hal.layout import PagedCache
 from dsv41.hal.types import (
@@ -22,6 +23,7 @@ from dsv41.hal.types import (
     Selection,
     StepPlan,
 )
+from dsv41.hal.weights import Facts, check, copy_into, facts, prepare, release, restore
 
 
 class Tap(Protocol):
@@ -48,7 +50,8 @@ class DeepseekV41Attention:
         padded = backend.get_padded_num_q_heads(spec.num_heads)
         self.backend = backend
         self.state = LayerState(replace(spec, padded_heads=padded), weights, cos_sin)
-        self.state.prepared = backend.prepare_weights(self.state)
+        prepare(backend, self.state)
+        self._asleep: tuple[Facts, Facts] | None = None
 
     @property
     def spec(self) -> LayerSpec:
@@ -74,6 +77,42 @@ class DeepseekV41Attention:
     def keeps_state(self) -> bool:
         """Whether a group of this layer's compressor can stay open between steps."""
         return self.spec.owns_compressed and self.spec.ratio > 1
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the weights' memory was given back."""
+        return self._asleep is not None
+
+    def sleep(self) -> None:
+        """Give back the memory of the weights, as far as no one else holds it; caches and tensor objects stay."""
+        if self._asleep is None:
+            self._asleep = self._facts()
+            release([self.state.weights, self.state.prepared])
+
+    def take(self, weights: LayerWeights) -> Callable[[], None]:
+        """What puts other weights in place of this layer's: copied into the same memory, so that captured graphs see
+        them, or of a layer that sleeps, taken over as they are, which wakes it.
+
+        They are checked and prepared when this returns, and nothing has been changed. Raises InputError for weights of
+        another form, and as the backend's `prepare_weights` does.
+        """
+        state, (old, old_prepared) = self.state, self._asleep or self._facts()
+        check(facts(weights, self.spec.name), old)
+        new = replace(state, weights=weights, prepared=None, prepared_by=None)
+        prepare(self.backend, new)
+        check(facts(new.prepared, f"{self.spec.name}.prepared"), old_prepared)
+
+        def put() -> None:
+            move = restore if self.asleep else copy_into
+            move(state.weights, new.weights)
+            move(state.prepared, new.prepared)
+            self._asleep = None
+
+        return put
+
+    def _facts(self) -> tuple[Facts, Facts]:
+        name = self.spec.name
+        return facts(self.state.weights, name), facts(self.state.prepared, f"{name}.prepared")
 
     def forward(
         self, hidden: Tensor, plan: StepPlan, published: Selection | None = None, *, tap: Tap | None = None
@@ -108,9 +147,23 @@ class DeepseekV41Attention:
             tap.output(layer, plan, output)
         return output, published
 
-    def check(self, hidden: Tensor, plan: StepPlan) -> None:
-        """Raise InputError or LayoutError for a step that `forward` could not run; writes nothing."""
+    def insert_window(self, hidden: Tensor, plan: StepPlan) -> None:
+        """Write window rows apart from queries: how a draft layer is told the target's tokens, which `hidden`
+        `[T, hidden_size]` is projected from. The batch is causal. Raises as `check` does."""
+        self.check(hidden, plan, causal=True)
+        self.backend.insert_window(hidden, self.state, plan)
+
+    def check(self, hidden: Tensor, plan: StepPlan, *, causal: bool | None = None) -> None:
+        """Raise InputError or LayoutError for a step that `forward` could not run; writes nothing. `causal` is what the
+        batch must be (None = what the layer is)."""
         spec, caches = self.spec, self.state.caches
+        if self.asleep:
+            raise BackendError(f"{spec.name} is asleep: expected its weights in memory; call `wake` with a checkpoint")
+        if self.state.prepared_by != self.backend.name:
+            raise BackendError(
+                f"the weights of {spec.name} were prepared by {self.state.prepared_by!r}: expected "
+                f"{self.backend.name!r}, which is to run it; make a new layer from the checkpoint"
+            )
         expected = (plan.batch.num_tokens, spec.hidden_size)
         if tuple(hidden.shape) != expected:
             raise InputError(
@@ -127,10 +180,11 @@ class DeepseekV41Attention:
         if caches is None:
             raise LayoutError(f"{spec.name} has no caches: expected some; call `bind` first, or use a Session")
         batch = plan.batch
-        if batch.causal != spec.causal:
+        if batch.causal != (spec.causal if causal is None else causal):
             raise InputError(
-                f"the batch has causal={batch.causal}: expected {spec.causal}, since {spec.name} is "
-                f"{'causal' if spec.causal else 'a draft layer'}; build a batch of its own for it"
+                f"the batch has causal={batch.causal}: expected {not batch.causal}, since {spec.name} is "
+                f"{'causal' if spec.causal else 'a draft layer, whose blocks are not causal'}; build a batch of its "
+                "own for it"
             )
         _check_length(batch, self.state.cos_sin.shape[0])
         _check_table(batch, batch.window_table, caches.window, 1, spec.window, f"window table of {spec.name}")
@@ -184,7 +238,11 @@ def _check_table(
     query = batch.query_start_loc_cpu.diff().long()
     last = batch.seq_lens_cpu.long() // ratio  # rows held after the step
     before = (batch.seq_lens_cpu.long() - query) // ratio  # and before it
-    first = torch.zeros_like(last) if window is None else (last - query - window + 1).clamp(min=0)
+    if window is None:
+        before = before.maximum(batch.shared_lens_cpu // ratio)
+    first = torch.zeros_like(last)
+    if window is not None:
+        first = (last - query - window + batch.causal).clamp(min=0).maximum(batch.window_starts_cpu)
     page = torch.arange(table.pages_cpu.shape[1])
     steps = (query > 0)[:, None]
     needed = (page >= (first // size)[:, None]) & (page < -(-last // size)[:, None]) & steps

@@ -47,7 +47,7 @@ def settle_window_rows(stack: AttentionStack, golden: Golden) -> dict[int, Tenso
     known = {layer: rows for layer, rows in stored.items() if rows is not None}
     if len(known) == len(stored):
         return known
-    session = Session(stack, max_requests=1, max_tokens=golden.tokens)
+    session = Session(stack, max_requests=1, max_tokens=golden.tokens, max_step_tokens=golden.tokens)
     keep = _Keep(GoldenTap(golden, stack, known))
     session.step({session.add_request(): golden.inputs}, tap=keep)
     for layer in stored:

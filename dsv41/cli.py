@@ -83,6 +83,36 @@ def layouts() -> None:
     render_layouts(_console())
 
 
+@main.command()
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--to", "backend", required=True, metavar="BACKEND", help="The backend whose layouts OUT gets.")
+@click.option("--kv-cache-dtype", default="auto", show_default=True, metavar="D")
+@click.option("--index-cache-dtype", default="auto", show_default=True, metavar="D")
+@click.option(
+    "--nan",
+    type=click.Choice(["refuse", "scrub"]),
+    default="refuse",
+    show_default=True,
+    help="What becomes of NaN and infinite numbers; scrub zeroes their groups.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def convert(
+    source: Path, out: Path, backend: str, kv_cache_dtype: str, index_cache_dtype: str, nan: str, as_json: bool
+) -> None:
+    """Bring an exported request into the cache layouts of another backend, which need not run here."""
+    from dsv41 import convert_cli
+    from dsv41.transfer import convert_request
+
+    layouts = convert_cli.layouts_of(backend, kv_cache_dtype, index_cache_dtype)
+    report = convert_request(source, out, layouts, nan=nan)
+    if as_json:
+        click.echo(json.dumps(convert_cli.as_dict(report), indent=2))
+    else:
+        convert_cli.render(_console(), report, out)
+
+
 @main.command("make-checkpoint")
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--layers", callback=_layers, metavar="IDS", help="Layers to write, such as 0,2,3,20,24. [default: all]")

@@ -33,5 +33,9 @@ class RequestError(Dsv41Error):
     """A request that is unknown, freed, or asked to go where it cannot."""
 
 
+class TransferError(Dsv41Error):
+    """A request's file that is broken, untrustworthy, or of another format or model."""
+
+
 class PoolExhausted(Dsv41Error):
     """Not enough free pages; the step was refused whole and can be retried after a free."""

@@ -97,7 +97,13 @@ def run(options: RunOptions, progress: Progress = lambda *_: None) -> RunReport:
         tap = GoldenTap(golden, stack, settle_window_rows(stack, golden))
     elif options.verify:
         tap = Trace()
-    session = Session(stack, max_requests=options.requests, max_tokens=options.requests * tokens)
+    session = Session(
+        stack,
+        max_requests=options.requests,
+        max_tokens=options.requests * tokens,
+        max_step_tokens=options.requests * min(options.chunk, tokens),
+        max_draft=0,
+    )
     report = RunReport(
         backend=backend.name,
         device=str(backend.device),

@@ -38,8 +38,23 @@ class Entry:
     end: int
 
 
+@dataclass(frozen=True)
+class Header:
+    """The front of a file: its bytes up to those of the tensors, what they say of each tensor, and its metadata as it
+    stands there, unchecked."""
+
+    raw: bytes
+    entries: dict[str, Entry]
+    metadata: Any
+
+
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, by name.
+    """The tensors of a safetensors file, by name. Raises as `read_front` does."""
+    return read_front(path).entries
+
+
+def read_front(path: Path) -> Header:
+    """Everything before the tensors of a safetensors file.
 
     Raises CheckpointError, naming the file and the tensor, unless the header is well formed and its spans fill the
     file exactly, without gap or overlap.
@@ -47,7 +62,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            front = file.read(8)
+            length = int.from_bytes(front, "little")
             if size < _SHORTEST_FILE:
                 raise CheckpointError(
                     f"{path} has {size} bytes: expected at least {_SHORTEST_FILE}, the length of a header and the "
@@ -74,10 +90,10 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(
             f"the header of {path} is a {type(header).__name__}: expected a JSON object of tensors; fetch it again"
         )
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     entries = {name: _read_entry(path, name, value) for name, value in header.items()}
     _check_spans(path, entries, size - 8 - length)
-    return entries
+    return Header(front + text, entries, metadata)
 
 
 def _read_entry(path: Path, name: str, value: Any) -> Entry:
@@ -142,6 +158,20 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def make_front(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, int]:
+    """Header length and header of a file, and how many bytes of tensors must follow. `tensors` as for `write_shard`."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
+
+
 def write_shard(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], data: Iterable[bytes | memoryview]
 ) -> int:
@@ -150,16 +180,10 @@ def write_shard(
     `tensors` gives each one's (type, shape) in the order in which `data` yields their bytes, one tensor at a time, so
     a shard may be larger than memory. Raises CheckpointError where it cannot be written.
     """
-    header: dict[str, Any] = {}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    front, end = make_front(tensors)
     written = 0
     with writing(path), path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(front)
         for part in data:
             written += file.write(part)
     assert written == end, f"wrote {written} bytes of tensors under a header of {end}"

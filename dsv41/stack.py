@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dsv41.attention import DeepseekV41Attention, Tap
-from dsv41.errors import InputError, LayoutError
+from dsv41.errors import BackendError, InputError, LayoutError
 from dsv41.hal.backend import AttentionBackend
 from dsv41.hal.types import BlockScaledWeight, ForwardBatch, LayerCaches, LayerSpec, Selection
 from dsv41.rope import cos_sin_table
@@ -94,6 +94,62 @@ class AttentionStack:
             layer.bind(own)
         self.caches = caches
 
+    # Weights
+
+    def update_weights(self, checkpoint: Checkpoint) -> None:
+        """Copy other weights of the same model into the memory of these, any number of times, for all layers or none.
+
+        Every tensor object and address stays. What requests hold was computed with the weights before, and stays too:
+        free them where that matters. For the time of the copy, both are in memory. Raises InputError for a checkpoint
+        of another form, BackendError while asleep.
+        """
+        if self.asleep:
+            raise BackendError("this stack is asleep: expected its weights in memory; call `wake` with the checkpoint")
+        self._take(checkpoint)
+
+    @property
+    def asleep(self) -> bool:
+        return any(layer.asleep for layer in self.layers)
+
+    def sleep(self) -> None:
+        """Give back the memory of the weights and keep everything else: caches, requests, tensor objects. The memory
+        is free once no one else holds it, as a `Checkpoint` would whose tensors are not these. Nothing runs until
+        `wake`."""
+        for layer in self.layers:
+            layer.sleep()
+
+    def wake(self, checkpoint: Checkpoint) -> None:
+        """Take over the weights of a checkpoint loaded anew, in the tensor objects of before.
+
+        Their addresses are others, so what was captured before `sleep` must be captured again. Raises InputError for a
+        checkpoint of another form, and then sleeps on; BackendError unless asleep.
+        """
+        if not self.asleep:
+            raise BackendError("this stack is awake: expected it asleep; call `update_weights` to change its weights")
+        self._take(checkpoint)
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        wrong = [f.name for f in fields(self.config) if f.compare and self._differs(checkpoint, f.name)]
+        if wrong or checkpoint.dtype != self.dtype:
+            mine, theirs = (
+                ", ".join([*(f"{name} {getattr(config, name)!r}" for name in wrong), f"activations in {dtype}"])
+                for config, dtype in ((self.config, self.dtype), (checkpoint.config, checkpoint.dtype))
+            )
+            raise InputError(
+                f"the checkpoint has {theirs}: expected {mine}, as this stack was built; load one of the same model, "
+                "or build a new stack"
+            )
+        layers = [layer.spec.layer_id for layer in self.layers]
+        if missing := sorted(set(layers) - set(checkpoint.weights)):
+            raise InputError(
+                f"the checkpoint lacks the layers {missing}: expected {layers}; load it with layers={layers}"
+            )
+        for put in [layer.take(checkpoint.weights[layer.spec.layer_id]) for layer in self.layers]:
+            put()
+
+    def _differs(self, checkpoint: Checkpoint, name: str) -> bool:
+        return bool(getattr(self.config, name) != getattr(checkpoint.config, name))
+
     def forward(self, hidden: Tensor, batch: ForwardBatch, *, tap: Tap | None = None) -> Tensor:
         """Run one step. `hidden` `[T, hidden_size]` gives the residual stream after the last layer; `[L, T,
         hidden_size]`, an input for each layer, gives each layer's output.
@@ -114,6 +170,13 @@ class AttentionStack:
             else:
                 stream = stream + out
         return torch.stack(outputs) if hidden.ndim == 3 else stream
+
+    def insert_window(self, hidden: Tensor, batch: ForwardBatch) -> None:
+        """Write every layer's window rows without queries. `hidden` as for `forward`; one tensor serves all layers."""
+        self._check(hidden, batch)
+        plan = self.backend.plan(batch, self.specs)
+        for i, layer in enumerate(self.layers):
+            layer.insert_window(hidden[i] if hidden.ndim == 3 else hidden, plan)
 
     def _check(self, hidden: Tensor, batch: ForwardBatch) -> None:
         shape = [batch.num_tokens, self.config.hidden_size]

@@ -190,7 +190,7 @@ def compare_with_reference(
         inputs = torch.stack([trace.hidden(layer, request) for layer in layers])
         tokens = inputs.shape[1]
         stack = AttentionStack(checkpoint, reference, max_len=tokens, quantize_activations=quantize_activations)
-        session = Session(stack, max_requests=1, max_tokens=tokens)
+        session = Session(stack, max_requests=1, max_tokens=tokens, max_step_tokens=tokens, max_draft=0)
         outputs = session.step({session.add_request(): inputs}, tap=_Follow(reference, trace, request, result))[0]
         for layer, expected in zip(layers, outputs, strict=True):
             found = trace.output_of(layer, request)

@@ -125,7 +125,12 @@ class AttentionBackend(ABC):
         return selection
 
     def prepare_weights(self, layer: LayerState) -> Any:
-        """This backend's form of the layer's weights, a pure function of `layer.weights`; None = checkpoint layout."""
+        """This backend's form of the layer's weights; None = checkpoint layout.
+
+        A pure function of `layer.weights`, which it leaves as they are. The result is made of tensors (and dataclasses,
+        dicts, lists and tuples of them, and plain values), of the same shapes whatever the weights hold, since new
+        weights are copied into the tensors of the first. Raises InputError for weights that it cannot compute with.
+        """
         return None
 
     def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
@@ -140,6 +145,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
         """Projections, norms and rotations; writes the window cache, and on KV sources the compressed cache."""
+
+    @abstractmethod
+    def insert_window(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> None:
+        """Write the window rows of `hidden` `[T, hidden]` without a query, as draft layers take the target's tokens."""
 
     @abstractmethod
     def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:

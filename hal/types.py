@@ -157,13 +157,15 @@ class LayerCaches:
 class LayerState:
     """One layer as a backend sees it. `cos_sin` float32 `[max_len, rope_dim]`: all cosines, then all sines.
 
-    `weights` are in checkpoint layout, `prepared` is what the backend's `prepare_weights` made of them.
+    `weights` are in checkpoint layout, `prepared` is what the backend's `prepare_weights` made of them, and
+    `prepared_by` the name of that backend (`dsv41.hal.weights.prepare` sets both).
     """
 
     spec: LayerSpec
     weights: LayerWeights
     cos_sin: Tensor
     prepared: Any = None
+    prepared_by: str | None = None
     caches: LayerCaches | None = None
 
 
@@ -188,6 +190,10 @@ class ForwardBatch:
     step. Tokens past `query_start_loc[R]`, and tokens at position -1, are padding. `state_slots` int64 `[R]` is each
     request's row in the compressor states. Every `*_cpu` tensor is the caller's host copy, so that nothing waits for
     the device.
+
+    `window_starts` int64 `[R]`: queries see no window row before it, as where a prefix hit replays the last window.
+    `shared_lens` int64 `[R]`: the compressed rows of tokens before it are there already and are not written. A batch
+    that is not `causal` holds one draft block a request: its queries see the window before the block and all of it.
     """
 
     query_start_loc: Tensor
@@ -199,6 +205,10 @@ class ForwardBatch:
     compressed_tables: Mapping[int, BlockTable]
     state_slots: Tensor
     state_slots_cpu: Tensor
+    window_starts: Tensor
+    window_starts_cpu: Tensor
+    shared_lens: Tensor
+    shared_lens_cpu: Tensor
     causal: bool = True
 
     @property
@@ -220,6 +230,8 @@ class ForwardBatch:
         compressed_pages: Mapping[int, Tensor] | None = None,
         compressed_page_size: Mapping[int, int] | None = None,
         state_slots: Sequence[int] | None = None,
+        window_starts: Sequence[int] | None = None,
+        shared_lens: Sequence[int] | None = None,
         num_tokens: int | None = None,
         device: torch.device | str = "cpu",
         causal: bool = True,
@@ -254,12 +266,20 @@ class ForwardBatch:
         positions = torch.full((padded,), -1, dtype=torch.int64)
         request = torch.repeat_interleave(torch.arange(len(lens)), lens.long())
         positions[:live] = torch.arange(live) - start[:-1].long()[request] + (totals - lens).long()[request]
-        slots = torch.arange(len(lens)) if state_slots is None else torch.tensor(list(state_slots), dtype=torch.int64)
-        if slots.shape != lens.shape:
-            raise InputError(
-                f"state_slots has {slots.numel()} entries for {lens.numel()} requests: expected as many as query_lens; "
-                "give one each"
-            )
+
+        def each(given: Sequence[int] | None, default: Tensor, what: str) -> Tensor:
+            found = default if given is None else torch.tensor(list(given), dtype=torch.int64)
+            if found.shape != lens.shape:
+                raise InputError(
+                    f"{what} has {found.numel()} entries for {lens.numel()} requests: expected as many as query_lens; "
+                    "give one each"
+                )
+            return found
+
+        none = torch.zeros(len(lens), dtype=torch.int64)
+        slots = each(state_slots, torch.arange(len(lens)), "state_slots")
+        first_rows = each(window_starts, none, "window_starts")
+        shared = each(shared_lens, none, "shared_lens")
         compressed_pages = compressed_pages or {}
         sizes = compressed_page_size or {}
         if missing := sorted(set(compressed_pages) - set(sizes)):
@@ -290,6 +310,10 @@ class ForwardBatch:
             },
             state_slots=slots.to(device, non_blocking=True),
             state_slots_cpu=slots,
+            window_starts=first_rows.to(device, non_blocking=True),
+            window_starts_cpu=first_rows,
+            shared_lens=shared.to(device, non_blocking=True),
+            shared_lens_cpu=shared,
             causal=causal,
         )
 
@@ -299,7 +323,8 @@ class StepPlan:
     """What a backend derives from a batch once a step. Slots are physical rows: page * page_size + offset.
 
     `token_request` int64 `[T]` (-1 = padding). `window_slots` int64 `[T]`: where each token's own latent goes.
-    `window_indices` int64 `[T, window]`: slots of the rows that each query sees, -1 = none. Per ratio:
+    `window_indices` int64 `[T, n]`: slots of the rows that each query sees, -1 = none; n is the
+    window, and the longest block more where the batch is not causal. Per ratio:
     `compressed_slots` int64 `[T]`, the row that a token's group closes (-1 where it closes none); `num_visible` int64
     `[T]`, how many compressed rows the query sees; `max_visible`, the largest of them, known on the host.
     `extra` is the backend's own.

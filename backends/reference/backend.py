@@ -35,6 +35,7 @@ class ReferenceBackend(AttentionBackend):
 
     name = "reference"
     packed_kv_cache_dtype = "nvfp4_ds_mla"
+    replays_window = True
 
     # The four contracts
 
@@ -73,11 +74,6 @@ class ReferenceBackend(AttentionBackend):
     # Hooks
 
     def plan(self, batch: ForwardBatch, specs: Sequence[LayerSpec]) -> StepPlan:
-        if not batch.causal:
-            raise InputError(
-                "the batch has causal=False: expected True, since this version runs no draft blocks; leave the draft "
-                "layers out"
-            )
         return make_plan(batch, specs[0].window)
 
     def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
@@ -110,11 +106,9 @@ class ReferenceBackend(AttentionBackend):
         quantize = spec.quantize_activations
 
         qr = rms_norm(linear(hidden, weights.wq_a, quantize=quantize), weights.q_norm, spec.eps)
-        kv = rms_norm(linear(hidden, weights.wkv, quantize=quantize), weights.kv_norm, spec.eps)
         q = linear(qr, weights.wq_b, quantize=quantize).view(-1, spec.num_heads, spec.head_dim)
         q = self._pad_heads(rotate(q, positions, layer.cos_sin), spec)
-        kv = rotate(kv, positions, layer.cos_sin)
-        caches.window.write(plan.window_slots, kv)
+        kv = self._write_window(hidden, layer, plan)
 
         latent = None
         if spec.owns_compressed:
@@ -123,6 +117,9 @@ class ReferenceBackend(AttentionBackend):
             rotated = rotate(latent, self._group_start(layer, plan), layer.cos_sin)
             caches.compressed.write(plan.compressed_slots[spec.ratio], rotated)
         return AttnInputs(hidden, qr, q, kv, positions, latent)
+
+    def insert_window(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> None:
+        self._write_window(hidden, layer, plan)
 
     def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
         spec = layer.spec
@@ -162,6 +159,15 @@ class ReferenceBackend(AttentionBackend):
         return index.index_scores(query, head_weight, caches.index, spec.ratio, plan)
 
     # Parts of the segments
+
+    def _write_window(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
+        """The latents `[T, D]`, normed and rotated, as they went to the window cache."""
+        assert layer.caches is not None
+        spec, weights = layer.spec, layer.weights
+        kv = rms_norm(linear(hidden, weights.wkv, quantize=spec.quantize_activations), weights.kv_norm, spec.eps)
+        kv = rotate(kv, plan.batch.positions, layer.cos_sin)
+        layer.caches.window.write(plan.window_slots, kv)
+        return kv
 
     def _pad_heads(self, q: Tensor, spec: LayerSpec) -> Tensor:
         return torch.nn.functional.pad(q, (0, 0, 0, spec.padded_heads - spec.num_heads))

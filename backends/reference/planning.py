@@ -27,13 +27,13 @@ def make_plan(batch: ForwardBatch, window: int) -> StepPlan:
     request = torch.where(live, request, -1)
     position = torch.where(live, position, -1)
 
-    seen = position[:, None] - torch.arange(window - 1, -1, -1, device=device)
-    seen = torch.where(live[:, None] & (seen >= 0), seen, -1)
+    seen = _rows_seen(batch, request, position, window)
 
+    shared = _of_request(batch.shared_lens, request)
     compressed_slots, num_visible, max_visible = {}, {}, {}
     stepping = batch.query_start_loc_cpu.diff() > 0
     for ratio, table in batch.compressed_tables.items():
-        closes = live & ((position + 1) % ratio == 0)
+        closes = live & ((position + 1) % ratio == 0) & (position >= shared)
         compressed_slots[ratio] = slots_of(table, request, torch.where(closes, position // ratio, -1))
         num_visible[ratio] = (position + 1) // ratio
         lengths = batch.seq_lens_cpu[stepping]
@@ -47,3 +47,31 @@ def make_plan(batch: ForwardBatch, window: int) -> StepPlan:
         num_visible=num_visible,
         max_visible=max_visible,
     )
+
+
+def _rows_seen(batch: ForwardBatch, request: Tensor, position: Tensor, window: int) -> Tensor:
+    """Window rows that each token's query sees, int64 `[T, n]`, -1 = none.
+
+    Causal: its own and the `window - 1` before. A draft block: the `window` before the block and all of the block.
+    """
+    device = position.device
+    if batch.causal:
+        seen = position[:, None] - torch.arange(window - 1, -1, -1, device=device)
+        end = position + 1
+    else:
+        longest = int(batch.query_start_loc_cpu.diff().max()) if batch.num_requests else 0
+        end = _of_request(batch.seq_lens.long(), request)
+        # Padding may stand inside a request, so a block begins where its first live token is.
+        first = batch.seq_lens.new_full((batch.num_requests + 1,), 2**31 - 1).long()
+        block = first.scatter_reduce_(0, request % len(first), position, "amin")[request]
+        seen = block[:, None] + torch.arange(-window, longest, device=device)
+    start = _of_request(batch.window_starts, request)
+    held = (request >= 0)[:, None] & (seen >= start[:, None]) & (seen < end[:, None])
+    return torch.where(held, seen, -1)
+
+
+def _of_request(values: Tensor, request: Tensor) -> Tensor:
+    """Each token's entry of `values` `[R]`; 0 for padding."""
+    if values.numel() == 0:
+        return torch.zeros_like(request)
+    return torch.where(request >= 0, values[request.clamp(min=0)], 0)

@@ -100,7 +100,7 @@ def serve(stack: AttentionStack, hidden: Sequence[Tensor], schedule: Schedule) -
             if stop == schedule.lengths[r]:
                 results[r] = watch.rows(ids[r])
                 session.free(ids.pop(r))
-    assert all(pool.free_pages == pool.num_pages for pool in session.pools.values())
+    assert all(pool.free_pages == pool.num_pages for pool in session.pages.pools.values())
     return [results[r] for r in range(len(schedule.lengths))]
 
 
@@ -477,7 +477,7 @@ def test_tokens_at_position_minus_one_are_padding_inside_a_request_too(
         session.step({request: hidden[:, :13]})
         if pad:
             front, back = (torch.full((LAYERS, n, TOY.hidden_size), NAN) for n in (before, after))
-            batch = session._batch([session._find(request)], [3], [16])
+            batch = session._batch([session.find(request)], [3], [16], None, True, 0)
             position = torch.tensor([*[-1] * before, 13, 14, 15, *[-1] * after])
             ends = torch.tensor([0, len(position)], dtype=torch.int32)
             batch = replace(batch, positions=position, query_start_loc=ends, query_start_loc_cpu=ends)

@@ -65,8 +65,8 @@ def state_of(session: Session) -> list[Any]:
         tensors += [caches.compressor_state] if caches.compressor_state is not None else []
     return [
         [tensor.clone() for tensor in tensors],
-        {name: pool.free_pages for name, pool in session.pools.items()},
-        {request: (r.length, r.state_slot, r.pages) for request, r in session._requests.items()},
+        {name: pool.free_pages for name, pool in session.pages.pools.items()},
+        {request: r for request, r in session._requests.items()},
     ]
 
 
@@ -140,11 +140,14 @@ BAD_STEPS: dict[str, tuple[dict[str, Any], type[Dsv41Error], list[str]]] = {
     "integers": ({"inputs": {0: x(dtype=torch.int64)}}, InputError, ["torch.int64", "expected torch.float32"]),
     "another device": ({"inputs": {0: x(device="meta")}}, InputError, ["on meta", "on cpu", ".to('cpu'"]),
     "two forms": ({"inputs": {0: x(), 2: torch.zeros(1, HIDDEN)}}, InputError, ["[tokens, hidden]", "one form"]),
-    "more pages than there are": (
-        {"inputs": {2: x(20), 0: x(55)}},
-        PoolExhausted,
-        ["the step needs", "window pages", "free a request", "nothing has been changed"],
+    "more tokens than a step may have": (
+        {"inputs": {2: x(20), 0: x(41)}},
+        InputError,
+        ["61 tokens", "at most 60", "max_step_tokens", "chunks"],
     ),
+    "padded to less": ({"inputs": {2: x(2), 0: x(2)}, "pad_to": 3}, InputError, ["pad_to is 3", "expected 4", "to 60"]),
+    "padded to more": ({"inputs": {0: x(2)}, "pad_to": 61}, InputError, ["pad_to is 61", "expected 2", "to 60"]),
+    "padded to no number": ({"inputs": {0: x(2)}, "pad_to": 4.0}, InputError, ["pad_to is 4.0"]),
 }
 
 
@@ -165,8 +168,9 @@ def test_a_step_without_enough_pages_can_be_retried_after_a_free(stack: Attentio
     """Whichever pool is short; nothing is taken from the other one."""
     session = Session(stack, max_requests=3, max_tokens=24, page_size=4)
     first, second = session.add_request(), session.add_request()
-    session.step({first: hidden(0)[:, :20], second: hidden(1)[:, :9]})
-    with unchanged(session), refused(PoolExhausted, "window pages"):
+    session.step({first: hidden(0)[:, :20]})
+    session.step({second: hidden(1)[:, :9]})
+    with unchanged(session), refused(PoolExhausted, "needs 4 compressed (ratio 1) pages", "at most 2", "free a"):
         session.step({second: hidden(1)[:, 9:26]})
     session.free(first)
     found = session.step({second: hidden(1)[:, 9:26]})[second]
@@ -176,11 +180,13 @@ def test_a_step_without_enough_pages_can_be_retried_after_a_free(stack: Attentio
 @pytest.mark.parametrize("pool", [WINDOW, 1, 2])
 def test_whichever_pool_is_short_the_step_is_refused_whole(session: Session, pool: int) -> None:
     """The others have pages; they keep them."""
-    taken = session.pools[pool].take(session.pools[pool].free_pages)
+    pages_ = session.pages.pools[pool]
+    taken = [pages_.take() for _ in range(pages_.free_pages)]
     name = "window" if pool == WINDOW else f"compressed (ratio {pool})"
     with unchanged(session), refused(PoolExhausted, f"{name} pages", "at most 0"):
         session.step({2: hidden(2)[:, 4:5], 0: hidden(0)[:, 9:20]})
-    session.pools[pool].give_back(taken)
+    for page in taken:
+        pages_.give_back(page)
     goes_on(session)
 
 
@@ -246,9 +252,9 @@ def test_unknown_dtype_names_are_refused_with_the_known_ones(name: str, value: s
 
 def batch_of(session: Session, **changes: Any) -> ForwardBatch:
     """Request 0 gets 2 tokens more: in the pages that it holds, and in a free one for the fifth row of ratio 2."""
-    request = session._find(0)
-    tables = {pool: torch.tensor([held], dtype=torch.int32) for pool, held in request.pages.items()}
-    tables[2] = pages(*request.pages[2], 10)
+    request = session.find(0)
+    tables = {pool: torch.tensor([held], dtype=torch.int32) for pool, held in request.pages.tables.items()}
+    tables[2] = pages(*request.pages.tables[2], 10)
     values: dict[str, Any] = {
         "query_lens": [2],
         "seq_lens": [11],
@@ -266,13 +272,13 @@ def pages(*numbers: int) -> Tensor:
 
 
 BAD_BATCHES: dict[str, tuple[dict[str, Any], type[Dsv41Error], list[str]]] = {
-    "a page beyond the pool": ({"window_pages": pages(0, 1, 18)}, InputError, ["page 18", "request 0", "0 to 17"]),
-    "a missing page": ({"window_pages": pages(0, -1, 2)}, InputError, ["page -1", "logical page 1", "0 to 17"]),
+    "a page beyond the pool": ({"window_pages": pages(0, 1, 34)}, InputError, ["page 34", "request 0", "0 to 33"]),
+    "a missing page": ({"window_pages": pages(0, -1, 2)}, InputError, ["page -1", "logical page 1", "0 to 33"]),
     "a page below -1": ({"compressed_pages": {1: pages(0, 1, -7), 2: pages(0, 1)}}, InputError, ["page -7", "ratio 1"]),
     "a compressed page beyond the pool": (
         {"compressed_pages": {1: pages(0, 1, 2), 2: pages(2**31 - 1, 1)}},
         InputError,
-        ["page 2147483647", "ratio 2", "0 to 10"],
+        ["page 2147483647", "ratio 2", "0 to 11"],
     ),
     "a narrow window table": ({"window_pages": pages(0, 1)}, InputError, ["2 pages", "at least 3", "widen"]),
     "a narrow compressed table": (
@@ -359,9 +365,9 @@ def test_fr_43_arrays_that_disagree_make_no_batch(session: Session, changes: dic
 def test_a_window_table_needs_only_the_pages_in_the_window(session: Session) -> None:
     """Token 9 sees back to 2, so page 0 is needed, tokens 16 and on see nothing of the first two pages."""
     session.step({0: hidden(0)[:, 9:16]})
-    free = list(session._find(0).pages[WINDOW])
+    free = list(session.find(0).pages.tables[WINDOW])
     session.step({0: hidden(0)[:, 16:17]})
-    held = session._find(0).pages
+    held = session.find(0).pages.tables
     tables = {pool: torch.tensor([numbers], dtype=torch.int32) for pool, numbers in held.items()}
     tables[WINDOW][0, :2] = -1
     batch = batch_of(
@@ -453,19 +459,6 @@ def test_a_draft_layer_is_not_run_as_a_causal_one(tmp_path: Path) -> None:
         session.step({request: noise(2, 3, HIDDEN)})
 
 
-def test_a_draft_layer_is_not_run_at_all_yet(tmp_path: Path) -> None:
-    """Its queries see one another; a backend that cannot do so says so rather than run it causally."""
-    config = replace(TOY, num_nextn_predict_layers=1)
-    make_checkpoint(tmp_path / "draft", config=config, layers=[7], quantized=False, dtype=torch.float32)
-    stack = AttentionStack(load_checkpoint(tmp_path / "draft", layers=[7]), ReferenceBackend(), max_len=MAX_LEN)
-    Session(stack)
-    batch = ForwardBatch.from_host(
-        query_lens=[5], seq_lens=[9], window_pages=pages(0), window_page_size=64, causal=False
-    )
-    with refused(InputError, "causal=False", "draft"):
-        stack.forward(noise(5, HIDDEN), batch)
-
-
 # A step that dies half-way
 
 
@@ -540,7 +533,7 @@ def test_a_request_may_be_freed_before_its_first_token(stack: AttentionStack) ->
         assert session.length(request) == 0
         session.step({request: x(0)})
         session.free(request)
-    assert all(pool.free_pages == pool.num_pages for pool in session.pools.values())
+    assert all(pool.free_pages == pool.num_pages for pool in session.pages.pools.values())
 
 
 def test_prefill_decode_and_several_tokens_a_step_mix(stack: AttentionStack) -> None:
@@ -596,7 +589,7 @@ def test_max_tokens_fit_however_they_are_spread(stack: AttentionStack) -> None:
         session = Session(stack, max_requests=9, max_tokens=33, page_size=8)
         for i, tokens in enumerate(spread):
             session.step({session.add_request(): hidden(i, 33)[:, :tokens]})
-        assert all(pool.free_pages >= 0 for pool in session.pools.values())
+        assert all(pool.free_pages >= 0 for pool in session.pages.pools.values())
 
 
 def test_pages_come_back(stack: AttentionStack) -> None:
@@ -606,7 +599,7 @@ def test_pages_come_back(stack: AttentionStack) -> None:
         found = session.prefill(request, hidden(seed), chunk=11)
         assert torch.equal(found, whole(stack, hidden(seed)))
         session.free(request)
-    assert all(pool.free_pages == pool.num_pages for pool in session.pools.values())
+    assert all(pool.free_pages == pool.num_pages for pool in session.pages.pools.values())
 
 
 def test_max_len_may_be_reached(stack: AttentionStack) -> None:

@@ -128,6 +128,7 @@ WORKER = """
     import torch.distributed as dist
     from dsv41.backends.reference.backend import ReferenceBackend
     from dsv41.checkpoint import load_checkpoint
+    from dsv41.hal.types import ForwardBatch
     from dsv41.session import Session
     from dsv41.stack import AttentionStack
 
@@ -148,10 +149,16 @@ WORKER = """
     # A residual stream, layer by layer with a sum after each, as an engine runs it.
     session.free(request)
     session.stack.bind(session.caches)
-    state = session._requests[session.add_request()]
-    lengths = [stream.shape[0]]
-    session._take_pages([state], lengths)
-    plan, published = backend.plan(session._batch([state], lengths, lengths), stack.specs), None
+    page = torch.zeros(1, 1, dtype=torch.int32)
+    batch = ForwardBatch.from_host(
+        query_lens=[len(stream)],
+        seq_lens=[len(stream)],
+        window_pages=page,
+        window_page_size=64,
+        compressed_pages={1: page, 2: page},
+        compressed_page_size={1: 64, 2: 64},
+    )
+    plan, published = backend.plan(batch, stack.specs), None
     for layer in stack.layers:
         output, published = layer.forward(stream, plan, published)
         dist.all_reduce(output)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsv41.attention import Tap
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.checkpoint import Checkpoint, load_checkpoint
 from dsv41.config import DeepseekV41Config, QuantizationConfig, YarnScaling
@@ -219,3 +220,77 @@ def one_prefill(stack: AttentionStack, hidden: Tensor) -> dict[str, Tensor]:
     watch = Watch(Session(stack, max_requests=1, max_tokens=tokens))
     watch.step({0: hidden} if watch.session.add_request() == 0 else {})
     return watch.rows(0)
+
+
+class Ledger:
+    """A session beside a record of what each of its requests holds: the rows that it was given, and what came out.
+
+    Every token of every step is a row of +-1 that no one had before, so a stale row cannot pass for a new one.
+    """
+
+    def __init__(self, session: Session, straight: AttentionStack, *, seed: int = 0) -> None:
+        self.session, self.straight = session, straight
+        shape = (len(straight.layers), 1024, session.stack.config.hidden_size)
+        self.rows = signs(*shape, seed=seed).to(straight.dtype)
+        self.given: dict[int, list[int]] = {}
+        self.outputs: dict[int, list[Tensor]] = {}
+        self.longest: dict[int, int] = {}
+        self._next = 0
+
+    def add(self) -> int:
+        request = self.session.add_request()
+        self.given[request], self.outputs[request], self.longest[request] = [], [], 0
+        return request
+
+    def fresh(self, count: int) -> list[int]:
+        first, self._next = self._next, self._next + count
+        return [row % self.rows.shape[1] for row in range(first, first + count)]
+
+    def hidden(self, rows: list[int]) -> Tensor:
+        return self.rows[:, rows]
+
+    def step(self, counts: Mapping[int, int], *, padding: int | None = None, tap: Tap | None = None) -> None:
+        rows = {request: self.fresh(count) for request, count in counts.items()}
+        pad_to = None if padding is None else sum(counts.values()) + padding
+        found = self.session.step({r: self.hidden(given) for r, given in rows.items()}, pad_to=pad_to, tap=tap)
+        for request, given in rows.items():
+            self.given[request] += given
+            self.outputs[request] += found[request].unbind(1)
+            self.longest[request] = max(self.longest[request], len(self.given[request]))
+
+    def shortest(self, request: int) -> int:
+        """What it can be cut to whatever happened to it."""
+        return max(0, self.longest[request] - self.session.max_draft)
+
+    def truncate(self, request: int, length: int) -> None:
+        self.session.truncate(request, length)
+        del self.given[request][length:], self.outputs[request][length:]
+
+    def fork(self, request: int, length: int | None = None, *, replay: Tensor | None = None) -> int:
+        child = self.session.fork(request, length, replay=replay)
+        self.given[child] = self.given[request][:length]
+        self.outputs[child] = self.outputs[request][:length]
+        self.longest[child] = self.longest[request]
+        if replay is not None:  # of the window, no row before the replayed ones
+            self.longest[child] = len(self.given[child]) + self.session.max_draft
+        return child
+
+    def free(self, request: int) -> None:
+        self.session.free(request)
+        for record in (self.given, self.outputs, self.longest):
+            del record[request]
+
+    def check(self, request: int) -> None:
+        """Its outputs are, bit for bit, those of a straight run over what it holds."""
+        given = self.given[request]
+        assert self.session.length(request) == len(given)
+        if given:
+            session = Session(self.straight, max_requests=1, max_tokens=len(given))
+            expected = session.step({session.add_request(): self.hidden(given)})[0]
+            assert torch.equal(torch.stack(self.outputs[request], dim=1), expected)
+
+
+def all_free(session: Session) -> bool:
+    """Whether every page is in its pool and has no holder."""
+    pools = session.pages.pools.values()
+    return all(pool.free_pages == pool.num_pages for pool in pools)
