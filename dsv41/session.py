@@ -195,8 +195,8 @@ class Session:
         counts = [hidden.shape[-2] for hidden in inputs.values()]
         if pad_to is not None and (type(pad_to) is not int or not sum(counts) <= pad_to <= self.max_step_tokens):
             raise InputError(
-                f"pad_to is {pad_to!r}: expected {sum(counts)}, the tokens of the step, to {self.max_step_tokens}, this "
-                "session's max_step_tokens; give one of these, or None"
+                f"pad_to is {pad_to!r}: expected {sum(counts)}, the tokens of the step, to {self.max_step_tokens}, "
+                "this session's max_step_tokens; give one of these, or None"
             )
         lengths = [known.length + count for known, count in zip(requests, counts, strict=True)]
         output = self._run(requests, counts, lengths, inputs, run, pad_to=pad_to, causal=causal)
@@ -341,8 +341,8 @@ class Session:
         self._check_hidden(request, replay)
         if not min(length, window) <= replay.shape[-2] <= length:
             raise InputError(
-                f"replay has {replay.shape[-2]} tokens: expected {min(length, window)}, the window before token {length}, "
-                f"to {length}; give the hidden states of the last tokens of the prefix"
+                f"replay has {replay.shape[-2]} tokens: expected {min(length, window)}, the window before token "
+                f"{length}, to {length}; give the hidden states of the last tokens of the prefix"
             )
         if length % 2 and any(pool > 1 for pool in self.pages.pools):
             raise RequestError(

@@ -50,9 +50,7 @@ def test_the_adapter_does_what_a_session_does(adapter: dict[str, Any], tmp_path:
     generator = torch.Generator().manual_seed(0)
     steps: list[dict[int, int]] = [{0: 100, 1: 33}, {0: 100}, {1: 64, 0: 1}, {0: 5, 1: 5}, {0: 5, 1: 0}, {1: 100, 0: 5}]
     for number, counts in enumerate(steps):
-        inputs = {
-            r: torch.randn(n, config.hidden_size, generator=generator).to(stack.dtype) for r, n in counts.items()
-        }
+        inputs = {r: torch.randn(n, config.hidden_size, generator=generator).to(stack.dtype) for r, n in counts.items()}
         expected = torch.cat(list(session.step(inputs).values()))
         found = engine.step([requests[r] for r in counts], list(counts.values()), torch.cat(list(inputs.values())))
         assert torch.equal(found, expected)

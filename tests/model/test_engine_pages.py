@@ -101,7 +101,9 @@ class Engine:
 
     def rows(self, spec: CacheSpec, request: int) -> tuple[Tensor, Tensor]:
         """The bytes of a request's rows in one cache: those that the window still needs, or all."""
-        return rows_of(self.views[spec.layer_id, spec.kind], self.tables[spec.pool, request], spec, self.lengths[request])
+        return rows_of(
+            self.views[spec.layer_id, spec.kind], self.tables[spec.pool, request], spec, self.lengths[request]
+        )
 
 
 def rows_of(cache: PagedCache, table: list[int], spec: CacheSpec, length: int) -> tuple[Tensor, Tensor]:
@@ -162,6 +164,17 @@ def session_stack(checkpoint: Checkpoint, backend: AttentionBackend) -> Attentio
     stack = AttentionStack(checkpoint, backend, max_len=MAX_LEN)
     quarter_turns(stack)
     return stack
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_ds_mla_v4", "bfloat16"])
+def test_fr_42_page_0_and_slot_0_are_ordinary_and_minus_one_writes_nothing(kv: str) -> None:
+    layouts = ReferenceBackend(kv_cache_dtype=kv).layouts.with_page_size(window=4, compressed=4)
+    for layout in (layouts.window, layouts.compressed, layouts.index):
+        cache = PagedCache.allocate(layout, 3, fill=SENTINEL)
+        cache.write(torch.tensor([-1, 0, 11, -1]), signs(4, layout.record.dim))
+        values, scales = cache.read_bytes(torch.arange(12))
+        written = ((values != SENTINEL).any(1) | (scales != SENTINEL).any(1)).nonzero().flatten()
+        assert written.tolist() == [0, 11]
 
 
 # What is refused at bind
@@ -281,5 +294,7 @@ def test_what_is_private_is_found(source: str) -> None:
 
 
 def test_what_is_its_own_is_not() -> None:
-    source = "from __future__ import annotations\nimport dsv41.stack\nself._run()\nstack.__class__\ngetattr(c, spec.kind)"
+    source = (
+        "from __future__ import annotations\nimport dsv41.stack\nself._run()\nstack.__class__\ngetattr(c, spec.kind)"
+    )
     assert private_uses(source) == []

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +19,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from torch import Tensor
 
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.cache import WINDOW
 from dsv41.checkpoint import Checkpoint, load_checkpoint
 from dsv41.errors import PoolExhausted
-from dsv41.hal.layout import PagedCache
 from dsv41.hal.types import AttnInputs, LayerState, Selection, StepPlan
-from dsv41.pages import PagePool, Pages
 from dsv41.session import Session
 from dsv41.stack import AttentionStack
 from dsv41.synthetic import make_checkpoint
@@ -152,7 +148,9 @@ class Everything(RuleBasedStateMachine):
         self.step(data.draw(st.dictionaries(st.sampled_from(self.live), count, min_size=1), label="counts"), padding)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), tokens=st.integers(1, 6), at=st.sampled_from([("inputs", 1), ("selection", 3), ("output", 6)]))
+    @rule(
+        data=st.data(), tokens=st.integers(1, 6), at=st.sampled_from([("inputs", 1), ("selection", 3), ("output", 6)])
+    )
     def die(self, data: st.DataObject, tokens: int, at: tuple[str, int]) -> None:
         with pytest.raises((RuntimeError, PoolExhausted)):
             self.ledger.step(self.limited({self.one(data): tokens}), tap=Guard(self.session, self.live, *at))
@@ -207,7 +205,11 @@ def test_any_sequence_keeps_the_accounts_and_the_outputs(checkpoint: Checkpoint)
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Everything,
         settings=settings(
-            max_examples=30, stateful_step_count=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+            max_examples=30,
+            stateful_step_count=20,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
