@@ -134,7 +134,10 @@ class AttentionBackend(ABC):
         return None
 
     def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
-        """Allocate every workspace for steps of at most that size; returns bytes. Steps within it allocate nothing."""
+        """Allocate every workspace for steps of at most that size; returns bytes. Steps within it allocate nothing.
+
+        The default, which the reference keeps, has no workspace: torch allocates in every step.
+        """
         return 0
 
     def warmup(self) -> None:  # noqa: B027  (most backends have nothing to compile)

@@ -166,6 +166,17 @@ def session_stack(checkpoint: Checkpoint, backend: AttentionBackend) -> Attentio
     return stack
 
 
+@pytest.mark.parametrize("kv", ["auto", "fp8_ds_mla_v4", "bfloat16"])
+def test_fr_42_page_0_and_slot_0_are_ordinary_and_minus_one_writes_nothing(kv: str) -> None:
+    layouts = ReferenceBackend(kv_cache_dtype=kv).layouts.with_page_size(window=4, compressed=4)
+    for layout in (layouts.window, layouts.compressed, layouts.index):
+        cache = PagedCache.allocate(layout, 3, fill=SENTINEL)
+        cache.write(torch.tensor([-1, 0, 11, -1]), signs(4, layout.record.dim))
+        values, scales = cache.read_bytes(torch.arange(12))
+        written = ((values != SENTINEL).any(1) | (scales != SENTINEL).any(1)).nonzero().flatten()
+        assert written.tolist() == [0, 11]
+
+
 # What is refused at bind
 
 

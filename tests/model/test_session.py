@@ -349,6 +349,8 @@ def test_hidden_states_that_do_not_fit_the_batch_are_refused(
         ({"query_lens": [12]}, ["query_lens [12]", "seq_lens [11]"]),
         ({"num_tokens": 1}, ["num_tokens is 1", "at least 2"]),
         ({"state_slots": [0, 1]}, ["state_slots has 2 entries for 1 requests"]),
+        ({"window_starts": [0, 4]}, ["window_starts has 2 entries for 1 requests"]),
+        ({"shared_lens": []}, ["shared_lens has 0 entries for 1 requests"]),
         ({"compressed_page_size": {1: 4}}, ["lacks the ratios [2]"]),
         ({"window_pages": pages(0, 1, 2).long()}, ["window_pages", "torch.int64", "expected int32 [1, pages]"]),
         ({"window_pages": pages(0, 1, 2)[0]}, ["window_pages", "[3]"]),

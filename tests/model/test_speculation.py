@@ -1,4 +1,4 @@
-"""Tokens are appended, cut back and appended again, as speculative decoding does, and nothing of the cut ones is left."""
+"""Tokens are appended, cut back and appended again, as speculative decoding does; nothing of the cut ones is left."""
 
 from __future__ import annotations
 
