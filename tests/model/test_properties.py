@@ -245,7 +245,7 @@ def test_a_group_that_a_step_leaves_open_is_closed_by_the_next(dyadic: Model, cu
     """Compressed rows and index keys have the same bytes wherever 8 tokens are cut; an open group writes no row."""
     stack, hidden = dyadic.make(), dyadic.hidden[0][:, :8]
     stack.backend.layouts = stack.backend.layouts.with_page_size(compressed=1)
-    whole, halves = (Session(dyadic.make(), max_requests=1, max_tokens=8) for _ in range(2))
+    whole, halves = (Session(dyadic.make(), max_requests=1, max_tokens=8, max_draft=0) for _ in range(2))
     for session in (whole, halves):
         poison(session)
         session.add_request()

@@ -111,7 +111,7 @@ def test_fr_56_a_needle_is_found_in_whatever_chunk_it_came(checkpoint: Checkpoin
     """Prefill in chunks, the question in a decode step: index keys and compressed rows of all chunks are there."""
     hidden, answer = haystack(2049, needle)
     stack = AttentionStack(checkpoint, ReferenceBackend(), max_len=4096)
-    session = Session(stack, max_requests=1, max_tokens=2049)
+    session = Session(stack, max_requests=1, max_tokens=2049, max_step_tokens=2049)
     request, trace = session.add_request(), Trace()
     session.prefill(request, each_layer(hidden[:2040]), chunk=256)
     session.prefill(request, each_layer(hidden[2040:2048]), chunk=1)
@@ -159,7 +159,7 @@ def test_fr_59_a_needle_at_the_start_is_found_at_64k_positions(checkpoint: Check
     tokens, needle = 1 << 16, 0
     hidden, answer = haystack(tokens + 1, needle)
     stack = AttentionStack(checkpoint, WritesOnly(), max_len=tokens + 1)
-    session = Session(stack, max_requests=1, max_tokens=tokens + 1)
+    session = Session(stack, max_requests=1, max_tokens=tokens + 1, max_step_tokens=8192)
     request, trace = session.add_request(), Trace()
     session.prefill(request, each_layer(hidden[:-1]), chunk=8192)
     found = session.step({request: each_layer(hidden[-1:])}, tap=trace)[request]
@@ -178,7 +178,7 @@ def test_fr_53_thousands_of_equal_scores_choose_the_oldest_rows(checkpoint: Chec
         zero = replace(indexer, weights_proj=torch.zeros_like(indexer.weights_proj))
         layer.state.weights = replace(layer.state.weights, indexer=zero)
     tokens = 3000
-    session = Session(stack, max_requests=1, max_tokens=tokens)
+    session = Session(stack, max_requests=1, max_tokens=tokens, max_step_tokens=tokens)
     request, trace, blocks = session.add_request(), Trace(), list[Tensor]()
 
     class Candidates(Trace):

@@ -197,7 +197,7 @@ def test_every_request_has_a_state_slot_of_its_own(stack: AttentionStack) -> Non
     for gone in (1, 0, 2, 1):
         session.free(held.pop(gone))
         held.append(session.add_request())
-        assert sorted(session._find(request).state_slot for request in held) == [0, 1, 2]
+        assert sorted(session.find(request).state_slot for request in held) == [0, 1, 2]
     session.step({request: hidden(i)[:, :7] for i, request in enumerate(held)})
     found = session.step({request: hidden(i)[:, 7:8] for i, request in enumerate(held)})
     for i, request in enumerate(held):
