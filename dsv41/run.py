@@ -86,9 +86,7 @@ def run(options: RunOptions, progress: Progress = lambda *_: None) -> RunReport:
     """Run and, if asked, verify. Raises a Dsv41Error for anything that cannot be used."""
     checkpoint, backend = _load(options)
     golden = _find_golden(options, checkpoint, backend.device)
-    prompt = options.prompt or 64
-    if golden is not None:
-        prompt = golden.tokens
+    prompt = options.prompt or (golden.tokens if golden is not None else 64)
     tokens = prompt + options.decode
     stack = AttentionStack(checkpoint, backend, max_len=tokens, quantize_activations=options.quantize_activations)
     tap: Trace | None = None
@@ -145,12 +143,13 @@ def _find_golden(options: RunOptions, checkpoint: Checkpoint, device: torch.devi
     path = options.checkpoint / "io.safetensors"
     if not options.verify or not path.exists():
         return None
-    if options.prompt is not None:
+    golden = Golden(path, checkpoint.specs, device)
+    if options.prompt is not None and options.prompt > golden.tokens:
         raise InputError(
-            f"prompt is {options.prompt}: expected none, since the inputs of {path} are the prompt; leave --prompt or "
-            "--verify out"
+            f"prompt is {options.prompt}: expected at most {golden.tokens}, the tokens of {path}, whose inputs are the "
+            "prompt; give fewer, or leave --verify out"
         )
-    return Golden(path, checkpoint.specs, device)
+    return golden
 
 
 def _make_inputs(options: RunOptions, stack: AttentionStack, golden: Golden | None, tokens: int) -> list[Tensor]:
@@ -163,7 +162,8 @@ def _make_inputs(options: RunOptions, stack: AttentionStack, golden: Golden | No
     device = stack.backend.device
     inputs = [torch.randn(shape, generator=generator).to(device, stack.dtype) for _ in range(options.requests)]
     if golden is not None:
-        inputs[0][:, : golden.tokens] = golden.inputs
+        known = golden.inputs[:, :tokens]
+        inputs[0][:, : known.shape[1]] = known
     return inputs
 
 
