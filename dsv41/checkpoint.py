@@ -117,7 +117,7 @@ def _usable(device: torch.device | str) -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError) as error:
-        # The first sentence: torch lists all device types that it knows, or gives advice for debugging kernels.
+        # The first line: advice on debugging kernels may follow.
         said = str(error).splitlines()[0]
         raise InputError(
             f"device is {device!r}: expected one that this torch can use ({said:.200}); use 'cpu', or see `dsv41 probe`"
