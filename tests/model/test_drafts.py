@@ -356,17 +356,21 @@ def test_a_block_that_does_not_fit_is_refused(session: Session, block: tuple[int
 
 
 def test_the_window_before_a_block_has_to_have_pages(session: Session) -> None:
-    """A block at 12 sees row 4, one row further back than a token there does."""
-    request = session.add_request()
-    session.insert_window({request: target(12)})
-    pages = torch.tensor([[-1, *session.find(request).pages.tables[WINDOW][1:], 9]], dtype=torch.int32)
-    values: dict[str, Any] = {"query_lens": [1], "seq_lens": [13], "window_page_size": 3, "causal": False}
-    block = target(1, seed=1)
-    found = session.stack.forward(block, ForwardBatch.from_host(window_pages=pages, **values))
-    check(session, found, target(12), block)
-    pages[0, 1] = -1
-    with refused(InputError, "page -1", "logical page 1"):
-        session.stack.forward(block, ForwardBatch.from_host(window_pages=pages, **values))
+    """A block at 11 sees row 3, the first of a page, and one at 10 row 2: one row more than a token there does."""
+    request, rows, block = session.add_request(), target(11), target(1, seed=1)
+    session.insert_window({request: rows})
+    pages = torch.tensor([session.find(request).pages.tables[WINDOW]], dtype=torch.int32)
+    pages[0, 0] = -1
+
+    def run(anchor: int) -> Tensor:
+        batch = ForwardBatch.from_host(
+            query_lens=[1], seq_lens=[anchor + 1], window_pages=pages, window_page_size=3, causal=False
+        )
+        return session.stack.forward(block, batch)
+
+    check(session, run(11), rows, block)
+    with refused(InputError, "page -1", "logical page 0"):
+        run(10)
 
 
 # With the target

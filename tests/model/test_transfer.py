@@ -815,7 +815,7 @@ def test_a_replayed_ring_holds_what_it_says(checkpoint: Checkpoint, more: int) -
     """The ring is longer than the window here, so a replay does not fill it."""
     session, straight = session_of(checkpoint), session_of(checkpoint)
     inputs = hidden(0, session.stack)
-    request = session.fork(start(session, 33), 14, replay=inputs[:, :14])
+    request = session.fork(start(session, 33), 14, replay=inputs[:, 14 - TOY.sliding_window : 14])
     step(session, request, inputs, more)
     due = start(straight, 14 + more)
     known = session.find(request)
