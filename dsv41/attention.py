@@ -123,10 +123,21 @@ class DeepseekV41Attention:
         The steps are those of the model: projections, rotation, window insert and compressor; index keys, scores and
         top-k; attention with a sink; inverse rotation and output projection.
         """
-        spec, layer, backend = self.spec, self.state, self.backend
         self.check(hidden, plan)
+        return self.run(hidden, plan, published, tap=tap)
+
+    def run(
+        self, hidden: Tensor, plan: StepPlan, published: Selection | None = None, *, tap: Tap | None = None
+    ) -> tuple[Tensor, Selection | None]:
+        """`forward` for a caller that has called `check`, as a stack does for all its layers before the first runs."""
+        spec, layer, backend = self.spec, self.state, self.backend
         if spec.owns_compressed:
             published = None  # the rows that the selection before spoke of are another layer's
+        if spec.ratio and not spec.owns_selection and published is None:
+            raise InputError(
+                f"{spec.name} was given no selection: expected that of layer {spec.index_source}, which it takes over; "
+                "run that layer first and pass on what its forward returned"
+            )
 
         inputs = backend.prepare_inputs(hidden, layer, plan)
         if tap is not None:
@@ -136,11 +147,6 @@ class DeepseekV41Attention:
             if tap is not None:
                 published = tap.selection(layer, plan, published)
             published = backend.prepare_selection(published, layer, plan)
-        elif spec.ratio and published is None:
-            raise InputError(
-                f"{spec.name} was given no selection: expected that of layer {spec.index_source}, which it takes over; "
-                "run that layer first and pass on what its forward returned"
-            )
         attended = backend.attend(inputs, layer, plan, published if spec.ratio else None)
         output = backend.project(attended, layer, plan)
         if tap is not None:

@@ -164,7 +164,7 @@ class AttentionStack:
         published: Selection | None = None
         stream = hidden
         for i, layer in enumerate(self.layers):
-            out, published = layer.forward(hidden[i] if hidden.ndim == 3 else stream, plan, published, tap=tap)
+            out, published = layer.run(hidden[i] if hidden.ndim == 3 else stream, plan, published, tap=tap)
             if hidden.ndim == 3:
                 outputs.append(out)
             else:

@@ -18,7 +18,6 @@ from dsv41.errors import Dsv41Error
 from dsv41.hal.arch import ARCHS, vendor_of
 from dsv41.hal.plain import from_plain, to_plain
 
-VENDORS = ("nvidia", "amd", "cpu")
 FP8_DIALECTS = ("ocp", "fnuz")
 LIBRARIES = ("aiter", "flash_mla", "flashinfer", "hip", "triton")
 """The kernel libraries that every platform describes, by import name."""
