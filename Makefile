@@ -8,7 +8,7 @@ DEMO := demo-checkpoint
 # One thread a worker: the tests run many small operations, which threads only slow down.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-full lint compile docs clean
 
 demo: $(VENV)/installed
 	rm -rf $(DEMO)
@@ -18,6 +18,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto -q
 
+# Every record, placement, dialect and head count with every other, instead of each pair once.
+test-full: $(VENV)/installed
+	$(TEST_ENV) DSV41_FULL=1 $(BIN)/python -m pytest -n auto -q tests/backends/portable
+
 # mypy sees the packages that pyproject maps to other folders only once they are installed.
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -25,6 +29,10 @@ lint: $(VENV)/installed
 	rm -rf $(VENV)/typed build
 	$(BIN)/pip install -q --no-deps --target $(VENV)/typed .
 	cd $(VENV)/typed && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p dsv41
+
+# Ahead of time and without a GPU, for every target that CI holds to ci/compile-budget.json.
+compile: $(VENV)/installed
+	$(BIN)/dsv41 compile
 
 docs: $(VENV)/installed
 	$(BIN)/python -m dsv41.layouts_cli > docs/layouts.md

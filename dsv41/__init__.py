@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AttentionStack": "dsv41.stack",
+    "CapturedStep": "dsv41.graph",
     "DeepseekV41Attention": "dsv41.attention",
     "DeepseekV41Config": "dsv41.config",
     "Session": "dsv41.session",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dsv41.attention import DeepseekV41Attention
     from dsv41.checkpoint import load_checkpoint
     from dsv41.config import DeepseekV41Config
+    from dsv41.graph import CapturedStep
     from dsv41.hal.probe import probe
     from dsv41.hal.select import explain_backends, select_backend
     from dsv41.session import Session

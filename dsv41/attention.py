@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class DeepseekV41Attention:
         The steps are those of the model: projections, rotation, window insert and compressor; index keys, scores and
         top-k; attention with a sink; inverse rotation and output projection.
         """
-        self.check(hidden, plan)
+        self.check(hidden, plan.batch)
         return self.run(hidden, plan, published, tap=tap)
 
     def run(
@@ -156,12 +157,23 @@ class DeepseekV41Attention:
     def insert_window(self, hidden: Tensor, plan: StepPlan) -> None:
         """Write window rows apart from queries: how a draft layer is told the target's tokens, which `hidden`
         `[T, hidden_size]` is projected from. The batch is causal. Raises as `check` does."""
-        self.check(hidden, plan, causal=True)
+        self.check(hidden, plan.batch, causal=True)
         self.backend.insert_window(hidden, self.state, plan)
 
-    def check(self, hidden: Tensor, plan: StepPlan, *, causal: bool | None = None) -> None:
+    def check(
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        *,
+        causal: bool | None = None,
+        passed: set[tuple[Any, ...]] | None = None,
+    ) -> None:
         """Raise InputError or LayoutError for a step that `forward` could not run; writes nothing. `causal` is what the
-        batch must be (None = what the layer is)."""
+        batch must be (None = what the layer is).
+
+        `passed` holds what was checked of this batch before, and is added to: layers that share page tables share most
+        of what there is to check.
+        """
         spec, caches = self.spec, self.state.caches
         if self.asleep:
             raise BackendError(f"{spec.name} is asleep: expected its weights in memory; call `wake` with a checkpoint")
@@ -170,7 +182,7 @@ class DeepseekV41Attention:
                 f"the weights of {spec.name} were prepared by {self.state.prepared_by!r}: expected "
                 f"{self.backend.name!r}, which is to run it; make a new layer from the checkpoint"
             )
-        expected = (plan.batch.num_tokens, spec.hidden_size)
+        expected = (batch.num_tokens, spec.hidden_size)
         if tuple(hidden.shape) != expected:
             raise InputError(
                 f"hidden states of {spec.name} have shape {list(hidden.shape)}: expected [tokens, hidden_size] = "
@@ -185,32 +197,53 @@ class DeepseekV41Attention:
             raise InputError(f"hidden states are {hidden.dtype}: expected bfloat16 or float32; convert them")
         if caches is None:
             raise LayoutError(f"{spec.name} has no caches: expected some; call `bind` first, or use a Session")
-        batch = plan.batch
         if batch.causal != (spec.causal if causal is None else causal):
             raise InputError(
                 f"the batch has causal={batch.causal}: expected {not batch.causal}, since {spec.name} is "
                 f"{'causal' if spec.causal else 'a draft layer, whose blocks are not causal'}; build a batch of its "
                 "own for it"
             )
-        _check_length(batch, self.state.cos_sin.shape[0])
-        _check_table(batch, batch.window_table, caches.window, 1, spec.window, f"window table of {spec.name}")
-        if spec.ratio:
-            if spec.ratio not in batch.compressed_tables:
-                raise InputError(
-                    f"the batch has compressed tables for the ratios {sorted(batch.compressed_tables)}: expected one "
-                    f"for ratio {spec.ratio}, which {spec.name} reads; add it to compressed_pages"
-                )
-            assert caches.compressed is not None
-            table = batch.compressed_tables[spec.ratio]
-            what = f"compressed (ratio {spec.ratio}) table of {spec.name}"
-            _check_table(batch, table, caches.compressed, spec.ratio, None, what)
+        passed = set() if passed is None else passed
+        for key, refuse in self._batch_checks(batch, caches):
+            if key not in passed:
+                refuse()
+                passed.add(key)
+
+    def _batch_checks(
+        self, batch: ForwardBatch, caches: LayerCaches
+    ) -> Iterator[tuple[tuple[Any, ...], Callable[[], None]]]:
+        """What is to be checked of a batch, and all that the outcome depends on beside the batch."""
+        spec, max_len = self.spec, self.state.cos_sin.shape[0]
+        yield ("length", max_len), partial(_check_length, batch, max_len)
+        for pool, cache in ((0, caches.window), (spec.ratio, caches.compressed if spec.ratio else None)):
+            if cache is None:
+                continue
+            window = None if pool else spec.window
+            key = ("table", pool, window, cache.layout.page_size, cache.num_pages)
+            what = f"compressed (ratio {pool}) table of {spec.name}" if pool else f"window table of {spec.name}"
+            yield key, partial(self._check_pages, batch, cache, pool, window, what)
         if self.keeps_state:
             assert caches.compressor_state is not None
-            _check_slots(batch, caches.compressor_state.shape[0])
+            slots = caches.compressor_state.shape[0]
+            yield ("slots", slots), partial(_check_slots, batch, slots)
+
+    def _check_pages(self, batch: ForwardBatch, cache: PagedCache, pool: int, window: int | None, what: str) -> None:
+        if pool and pool not in batch.compressed_tables:
+            raise InputError(
+                f"the batch has compressed tables for the ratios {sorted(batch.compressed_tables)}: expected one for "
+                f"ratio {pool}, which {self.spec.name} reads; add it to compressed_pages"
+            )
+        table = batch.compressed_tables[pool] if pool else batch.window_table
+        _check_table(batch, table, cache, max(pool, 1), window, what)
 
 
 def _check_length(batch: ForwardBatch, max_len: int) -> None:
     longest = int(batch.seq_lens_cpu.max()) if batch.num_requests else 0
+    if batch.max_seq_len is not None and longest > batch.max_seq_len:
+        raise InputError(
+            f"a request holds {longest} tokens and max_seq_len is {batch.max_seq_len}: expected a bound on all "
+            "requests; give a larger one, or None"
+        )
     if longest > max_len:
         raise InputError(
             f"a request reaches position {longest - 1}: expected at most {max_len - 1}, by max_len; give fewer tokens, "

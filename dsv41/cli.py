@@ -40,13 +40,21 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr)
 
 
-def _layers(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r}: expected layer ids such as 0,2,3,20,24") from None
+def _numbers(example: str) -> Callable[..., tuple[int, ...] | None]:
+    """The callback of an option that takes integers, such as `example`."""
+
+    def parse(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        try:
+            return tuple(int(part) for part in value.split(",") if part.strip())
+        except ValueError:
+            raise click.BadParameter(f"{value!r}: expected {example}") from None
+
+    return parse
+
+
+_layers = _numbers("layer ids such as 0,2,3,20,24")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -165,6 +173,121 @@ def run(as_json: bool, **options: Any) -> None:
     else:
         _print_run(report)
     sys.exit(1 if report.failures else 0)
+
+
+@main.command("compile")
+@click.option(
+    "--target",
+    "targets",
+    metavar="TARGETS",
+    help="Such as sm_90,gfx942. [default: sm_80,sm_90,sm_100,sm_120,gfx942,gfx950; on request sm_103,gfx1201,gfx1250]",
+)
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiling processes. [default: one a core]")
+@click.option(
+    "--budget",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Limits to hold the figures to. [default: ci/compile-budget.json, where there is one]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def compile_command(targets: str | None, jobs: int | None, budget: Path | None, as_json: bool) -> None:
+    """Compile the portable kernels ahead of time, for GPUs that need not be here; exit 1 over budget.
+
+    With another Triton: pip install --target DIR triton==3.6.0, then PYTHONPATH=DIR dsv41 compile.
+    """
+    from dsv41 import compile as ahead
+    from dsv41 import compile_cli
+
+    budget = budget or (ahead.BUDGET if ahead.BUDGET.exists() else None)
+    limits = ahead.Budget.load(budget) if budget else None
+    chosen = tuple(part.strip() for part in targets.split(",")) if targets is not None else ahead.TARGETS
+    with _progress() as progress:
+        report = ahead.compile_targets(chosen, jobs=jobs, budget=limits, progress=progress)
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        compile_cli.render(_console(), report)
+    sys.exit(1 if report.failures else 0)
+
+
+@main.command()
+@click.argument("source", metavar="CHECKPOINT_OR_CONFIG", type=click.Path(path_type=Path))
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiling processes. [default: one a core]")
+@click.option("--backend", metavar="B", help="A backend by name. [default: the best for this machine]")
+@click.option("--device", metavar="D", help="cuda, cuda:1, ... [default: the first GPU]")
+@click.option("--layers", callback=_layers, metavar="IDS", help="Layers that will run, such as 0,2,3. [default: all]")
+@click.option("--tp-size", default=1, show_default=True, help="Ranks that share the heads.")
+@click.option("--kv-cache-dtype", default="auto", show_default=True, metavar="D")
+@click.option("--index-cache-dtype", default="auto", show_default=True, metavar="D")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--quantize-activations", is_flag=True, help="As in `dsv41 run`.")
+@click.option("--max-tokens", default=2048, show_default=True, help="The most tokens of a step.")
+@click.option("--max-requests", default=64, show_default=True, help="The most requests of a step.")
+@click.option("--max-len", default=65536, show_default=True, help="The most tokens of a request.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def warmup(as_json: bool, **options: Any) -> None:
+    """Compile what a configuration can meet on this machine's GPU, so that no step has to."""
+    from dsv41 import compile_cli
+    from dsv41.warmup_cli import WarmupOptions
+    from dsv41.warmup_cli import warmup as warm
+
+    with _progress() as progress:
+        report = warm(WarmupOptions(**options), progress)
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        compile_cli.render_summary(_console(), report)
+    sys.exit(1 if report.failures else 0)
+
+
+@main.group()
+def bench() -> None:
+    """Measure on this machine's GPU, beside the least time that the device allows."""
+
+
+@bench.command("attention")
+@click.option("--backend", metavar="B", help="A backend by name. [default: the best for this machine]")
+@click.option("--device", metavar="D", help="cuda, cuda:1, ... [default: the first GPU]")
+@click.option("--vs", type=click.Choice(["flashmla"]), help="A library to call directly, on the same bytes.")
+@click.option("--record", default="fp8_ds_mla_v4", show_default=True, metavar="D", help="The KV cache dtype.")
+@click.option("--heads", default="8,16,64", show_default=True, callback=_numbers("head counts such as 8,16,64"))
+@click.option(
+    "--tokens",
+    default="1,4,16,32,64,128,256,512",
+    show_default=True,
+    callback=_numbers("token counts such as 1,16,512"),
+    help="Decode tokens.",
+)
+@click.option(
+    "--prefill",
+    default="512,4096",
+    show_default=True,
+    callback=_numbers("token counts such as 512,4096"),
+    help="Prefill tokens.",
+)
+@click.option("--fused", is_flag=True, help="With the rotations that the backend does in the same launch.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the table, as .png or .svg.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def bench_attention_command(plot: Path | None, as_json: bool, **options: Any) -> None:
+    """Time attention over random rows; exit 1 where a result is wrong."""
+    from dsv41 import bench_cli
+    from dsv41.bench import BenchOptions, bench_attention
+
+    if plot is not None:
+        bench_cli.require_matplotlib()
+    with _progress() as progress:
+        report = bench_attention(BenchOptions(**options), progress).to_dict()
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        bench_cli.render(_console(), report)
+    if plot is not None:
+        bench_cli.plot(report, plot)
+    sys.exit(1 if report["failures"] else 0)
 
 
 def _progress() -> AbstractContextManager[Callable[[str, int, int], None]]:

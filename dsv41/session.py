@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv41.attention import Tap
 from dsv41.cache import WINDOW, allocate_caches, cache_specs
 from dsv41.errors import BackendError, InputError, RequestError
+from dsv41.graph import CapturedStep
 from dsv41.hal.types import ForwardBatch
 from dsv41.pages import PagePool, Pages, PageTables
 from dsv41.stack import AttentionStack
@@ -85,7 +86,12 @@ class Session:
             },
         )
         stack.bind(self.caches)
-        stack.backend.reserve(self.max_step_tokens, max_requests, stack.max_len)
+        rows = {pool: count * page_sizes[pool] for pool, count in num_pages.items() if pool != WINDOW}
+        self.max_seq_len = min([stack.max_len, *(count * pool for pool, count in rows.items())])
+        """Tokens of a request past which there is no page for it, or no position."""
+        stack.backend.reserve(self.max_step_tokens, max_requests, self.max_seq_len)
+        self.max_requests = max_requests
+        self._captured: list[CapturedStep] = []
         self._states = [c.compressor_state for c in self.caches.values() if c.compressor_state is not None]
         self._requests: dict[int, Request] = {}
         self._free_slots = list(range(max_requests - 1, -1, -1))
@@ -169,7 +175,35 @@ class Session:
         """
         for request, given in (positions or {}).items():
             self._check_positions(request, given, inputs)
-        return self._advance(inputs, lambda hidden, batch: self.stack.forward(hidden, batch, tap=tap), pad_to=pad_to)
+
+        def run(hidden: Tensor, batch: ForwardBatch) -> Tensor:
+            for captured in self._captured if tap is None else ():
+                if captured.is_valid and captured.misfit(hidden, batch) is None:
+                    return captured.replay(hidden, batch)
+            return self.stack.forward(hidden, batch, tap=tap)
+
+        return self._advance(inputs, run, pad_to=pad_to)
+
+    def capture(self, num_tokens: int, *, num_requests: int | None = None, layer_inputs: bool = False) -> CapturedStep:
+        """Capture a step of up to `num_tokens` tokens as a graph. From now on every `step` that fits into one, and has
+        no tap, is a replay of the smallest that it fits into: of at most `num_requests` requests (None = as many as
+        tokens, or as this session takes), with inputs in the form that `layer_inputs` says.
+
+        Raises as `CapturedStep` does. What was captured is out of use once the stack has woken up; capture it anew.
+        """
+        requests = min(num_tokens, self.max_requests) if num_requests is None else num_requests
+        if self.stack.caches is not self.caches:
+            self.stack.bind(self.caches)
+        step = CapturedStep(
+            self.stack,
+            num_tokens=num_tokens,
+            num_requests=requests,
+            max_seq_len=self.max_seq_len,
+            layer_inputs=layer_inputs,
+        )
+        kept = [known for known in self._captured if known.is_valid]
+        self._captured = sorted([*kept, step], key=lambda known: known.num_tokens)
+        return step
 
     def insert_window(self, inputs: Mapping[int, Tensor]) -> None:
         """Append tokens to requests of draft layers, writing their window rows and asking nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class AttentionStack:
     input, or one tensor that a plain residual `x + attention(x)` carries from layer to layer. `max_len` bounds
     positions (default: the config's); `quantize_activations` rounds the inputs of fp8 projections to MXFP8.
 
-    `caches` are those bound last.
+    `caches` are those bound last; `generation` counts how often the weights' memory was replaced.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class AttentionStack:
         self.config, self.backend = checkpoint.config, backend
         self.dtype = checkpoint.dtype
         self.caches: dict[int, LayerCaches] | None = None
+        self.generation = 0
         limit = self.config.max_position_embeddings
         if max_len is not None and (type(max_len) is not int or not 1 <= max_len <= limit):
             raise InputError(
@@ -127,6 +128,7 @@ class AttentionStack:
         if not self.asleep:
             raise BackendError("this stack is awake: expected it asleep; call `update_weights` to change its weights")
         self._take(checkpoint)
+        self.generation += 1
 
     def _take(self, checkpoint: Checkpoint) -> None:
         wrong = [f.name for f in fields(self.config) if f.compare and self._differs(checkpoint, f.name)]
@@ -156,10 +158,8 @@ class AttentionStack:
 
         Everything that can be wrong with the inputs is refused before any cache is written. Raises InputError.
         """
-        self._check(hidden, batch)
+        self.check(hidden, batch)
         plan = self.backend.plan(batch, self.specs)
-        for i, layer in enumerate(self.layers):
-            layer.check(hidden[i] if hidden.ndim == 3 else hidden, plan)
         outputs: list[Tensor] = []
         published: Selection | None = None
         stream = hidden
@@ -173,12 +173,20 @@ class AttentionStack:
 
     def insert_window(self, hidden: Tensor, batch: ForwardBatch) -> None:
         """Write every layer's window rows without queries. `hidden` as for `forward`; one tensor serves all layers."""
-        self._check(hidden, batch)
+        self.check(hidden, batch, causal=True)
         plan = self.backend.plan(batch, self.specs)
         for i, layer in enumerate(self.layers):
-            layer.insert_window(hidden[i] if hidden.ndim == 3 else hidden, plan)
+            self.backend.insert_window(hidden[i] if hidden.ndim == 3 else hidden, layer.state, plan)
 
-    def _check(self, hidden: Tensor, batch: ForwardBatch) -> None:
+    def check(self, hidden: Tensor, batch: ForwardBatch, *, causal: bool | None = None) -> None:
+        """Raise InputError or LayoutError for a step that `forward` would refuse, on the host alone; nothing is run.
+        `causal` is what the batch must be (None = what each layer is)."""
+        self._check_form(hidden, batch)
+        passed: set[tuple[Any, ...]] = set()
+        for i, layer in enumerate(self.layers):
+            layer.check(hidden[i] if hidden.ndim == 3 else hidden, batch, causal=causal, passed=passed)
+
+    def _check_form(self, hidden: Tensor, batch: ForwardBatch) -> None:
         shape = [batch.num_tokens, self.config.hidden_size]
         if list(hidden.shape) not in (shape, [len(self.layers), *shape]):
             raise InputError(

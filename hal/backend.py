@@ -43,8 +43,11 @@ class AttentionBackend(ABC):
     """What the unspecific request `auto` becomes."""
 
     accepts_unnormed_unroped_query: ClassVar[bool] = False
-    """The kernel rotates Q itself and reads it chunk-interleaved, so the layer only pads and inserts KV."""
+    """Attention rotates the query itself, so `AttnInputs.q` is not rotated, and the layer only pads it and inserts KV.
+    Such a backend may also keep q in an order of its own, by permuting the rows of `wq_b` in `prepare_weights`."""
     supports_graph_capture: ClassVar[bool] = False
+    """A step waits for nothing on the host and decides nothing by what lies on the device, so it can be captured once
+    and replayed over the same tensors with other contents; see `dsv41.CapturedStep`."""
     replays_window: ClassVar[bool] = False
     """It can clamp the window at a replay start, as a prefix hit needs."""
     trusts_cache_bytes: ClassVar[bool] = False
@@ -134,14 +137,21 @@ class AttentionBackend(ABC):
         return None
 
     def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
-        """Allocate every workspace for steps of at most that size; returns bytes. Steps within it allocate nothing.
+        """Allocate every workspace for steps of at most that size, of the layers prepared so far; returns their bytes.
 
-        The default, which the reference keeps, has no workspace: torch allocates in every step.
+        A workspace is scratch memory of one kernel or between two, such as partial results or index scores: its size
+        depends on the step and not only on what the step returns. Steps within the size given here allocate no
+        workspace. What a step passes on (projections, selections, outputs, and what `plan` derives) comes from torch's
+        caching allocator, which reuses the same blocks from step to step and, while a graph is captured, takes them
+        from the graph's own pool, so a replay allocates nothing at all. A larger step grows the workspace, except while
+        a graph is captured: then BackendError is raised. Memory that a captured graph uses stays where it is.
+
+        The default, which the reference keeps, has no workspace.
         """
         return 0
 
-    def warmup(self) -> None:  # noqa: B027  (most backends have nothing to compile)
-        """Compile what this configuration can meet."""
+    def warmup(self, specs: Sequence[LayerSpec] | None = None) -> None:  # noqa: B027  (most have nothing to compile)
+        """Compile what steps over layers of these `specs` can meet (None = of the layers prepared so far)."""
 
     # Segments
 

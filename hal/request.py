@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dsv41.hal.types import Geometry
 
 UNQUANTISED = "float32"
-"""The cache dtype that only the reference has, for exact comparisons."""
+"""The cache dtype of exact comparisons, which no vendor's kernel reads."""
 V4_RECORD = "fp8_ds_mla_v4"
 """The 584-byte record by a name of its own, where `fp8_ds_mla` is the release's: for comparisons, too."""
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla", "bfloat16", "fp8_e4m3", V4_RECORD, UNQUANTISED)

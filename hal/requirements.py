@@ -72,6 +72,18 @@ def arch(*targets: str, library: str | None = None, upgrade: str = "") -> Requir
     return Requirement(f"built for {_list(targets)}", check)
 
 
+def nvidia_from(oldest: str, *, because: str) -> Requirement:
+    """An NVIDIA device is `oldest` (such as `sm_80`) or newer; devices of other vendors pass."""
+    portable_code = oldest.replace("sm_", "compute_")
+
+    def check(device: Device, platform: Platform, request: Request) -> Reason | None:
+        if device.vendor != "nvidia" or runs_on(portable_code, device.arch):
+            return None
+        return Reason("arch", f"needs {oldest} or newer, {because}; {_describe(device)}: use another device or backend")
+
+    return Requirement(f"{oldest} or newer where it is NVIDIA's", check)
+
+
 def torch_reaches() -> Requirement:
     """torch can compute on the device."""
 
@@ -194,6 +206,21 @@ def heads(*accepted: int, only: Callable[[Platform], Sequence[int]] | None = Non
         return f"pads {request.num_heads} heads to {padded}: attention costs as much as for {padded}"
 
     return Requirement(f"{_list(accepted)} heads a rank, fewer are padded", check, remark)
+
+
+def max_heads(limit: int) -> Requirement:
+    """A rank has at most this many heads; none are padded."""
+
+    def check(device: Device, platform: Platform, request: Request) -> Reason | None:
+        if request.num_heads <= limit:
+            return None
+        return Reason(
+            "shape",
+            f"its kernels take up to {limit} query heads, a rank has {request.num_heads}: use a larger tp_size or "
+            "another backend",
+        )
+
+    return Requirement(f"up to {limit} heads a rank", check)
 
 
 def heads_per_group(wanted: int) -> Requirement:

@@ -291,8 +291,7 @@ def _is_contained(spec: BackendSpec) -> Check:
 
         return Reason(
             "planned",
-            f"dsv41 {__version__} does not contain it yet: upgrade dsv41 once a version does, and use "
-            f"{registry.FALLBACK} until then",
+            f"dsv41 {__version__} does not contain it yet: upgrade dsv41 once a version does; others run until then",
         )
 
     return check

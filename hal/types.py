@@ -194,6 +194,8 @@ class ForwardBatch:
     `window_starts` int64 `[R]`: queries see no window row before it, as where a prefix hit replays the last window.
     `shared_lens` int64 `[R]`: the compressed rows of tokens before it are there already and are not written. A batch
     that is not `causal` holds one draft block a request: its queries see the window before the block and all of it.
+    `max_seq_len` bounds the length of every request for as long as what is captured with this batch will be replayed
+    (None = the lengths of `seq_lens_cpu`), so that nothing is decided by the lengths of one step.
     """
 
     query_start_loc: Tensor
@@ -210,6 +212,7 @@ class ForwardBatch:
     shared_lens: Tensor
     shared_lens_cpu: Tensor
     causal: bool = True
+    max_seq_len: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -235,6 +238,7 @@ class ForwardBatch:
         num_tokens: int | None = None,
         device: torch.device | str = "cpu",
         causal: bool = True,
+        max_seq_len: int | None = None,
     ) -> ForwardBatch:
         """Build a batch from host lists and int32 host page tables, keyed by ratio for the compressed caches.
 
@@ -315,6 +319,7 @@ class ForwardBatch:
             shared_lens=shared.to(device, non_blocking=True),
             shared_lens_cpu=shared,
             causal=causal,
+            max_seq_len=max_seq_len,
         )
 
 
@@ -326,7 +331,8 @@ class StepPlan:
     `window_indices` int64 `[T, n]`: slots of the rows that each query sees, -1 = none; n is the
     window, and the longest block more where the batch is not causal. Per ratio:
     `compressed_slots` int64 `[T]`, the row that a token's group closes (-1 where it closes none); `num_visible` int64
-    `[T]`, how many compressed rows the query sees; `max_visible`, the largest of them, known on the host.
+    `[T]`, how many compressed rows the query sees; `max_visible`, a bound on them that is known on the host: the
+    largest, or what `batch.max_seq_len` allows.
     `extra` is the backend's own.
     """
 
@@ -360,7 +366,8 @@ class AttnInputs:
 
     `hidden` `[T, hidden]`; `qr` `[T, q_rank]` after its norm; `q` `[T, Hp, D]`, rotated unless the backend declares
     `accepts_unnormed_unroped_query`; `kv` `[T, D]` rotated, already in the window cache; `latent` `[T, D]` before any
-    rotation, meaningful where `plan.compressed_slots` is not -1 (None on layers that own no compressor).
+    rotation, meaningful where `plan.compressed_slots` is not -1 (None on layers that own no compressor). `extra` is the
+    backend's own.
     """
 
     hidden: Tensor
@@ -369,6 +376,7 @@ class AttnInputs:
     kv: Tensor
     positions: Tensor
     latent: Tensor | None = None
+    extra: Any = None
 
 
 @dataclass
@@ -376,10 +384,13 @@ class AttnOutput:
     """The attention output `[T, Hp, D]`, as the backend's `alloc_attn_out` made room for it.
 
     `rotated_back` says whether the inverse rotation is already in it, so that no one rotates twice. A quantised
-    output carries its scales and the name of their layout.
+    output carries its scales and the name of their layout: "mxfp8_row" is uint8 e4m3 codes (OCP) `[T, H * D]` of the
+    live heads, with one UE8M0 byte for 32 of them, `[T, H * D / 32]`. `dtype` is the activation dtype where `data` does
+    not say it.
     """
 
     data: Tensor
     rotated_back: bool = False
     scale: Tensor | None = None
     scale_layout: str | None = None
+    dtype: torch.dtype | None = None

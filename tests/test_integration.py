@@ -43,14 +43,16 @@ def test_the_adapter_does_what_a_session_does(adapter: dict[str, Any], tmp_path:
     path = dsv41.make_checkpoint(tmp_path / "small", config=config)
     pages = {WINDOW: 12, 1: 20, 2: 12}
     engine = adapter["Attention"](path, pages, max_requests=2, max_draft=4, max_len=1024)
-    stack = dsv41.AttentionStack(dsv41.load_checkpoint(path), dsv41.select_backend(config=config), max_len=1024)
+    backend = dsv41.select_backend(config=config)
+    stack = dsv41.AttentionStack(dsv41.load_checkpoint(path, device=backend.device), backend, max_len=1024)
     session = dsv41.Session(stack, max_requests=2, max_tokens=1024, max_draft=4)
     a, b = (adapter["Request"](slot) for slot in (1, 0))
     requests = {session.add_request(): a, session.add_request(): b}
     generator = torch.Generator().manual_seed(0)
     steps: list[dict[int, int]] = [{0: 100, 1: 33}, {0: 100}, {1: 64, 0: 1}, {0: 5, 1: 5}, {0: 5, 1: 0}, {1: 100, 0: 5}]
     for number, counts in enumerate(steps):
-        inputs = {r: torch.randn(n, config.hidden_size, generator=generator).to(stack.dtype) for r, n in counts.items()}
+        drawn = {r: torch.randn(n, config.hidden_size, generator=generator) for r, n in counts.items()}
+        inputs = {r: hidden.to(backend.device, stack.dtype) for r, hidden in drawn.items()}
         expected = torch.cat(list(session.step(inputs).values()))
         found = engine.step([requests[r] for r in counts], list(counts.values()), torch.cat(list(inputs.values())))
         assert torch.equal(found, expected)
@@ -75,7 +77,7 @@ def test_the_adapter_takes_the_layers_that_there_are(adapter: dict[str, Any], tm
     engine = adapter["Attention"](path, {WINDOW: 2}, max_requests=1, max_len=64)
     assert list(engine.page_size) == [WINDOW]
     if not draft:
-        hidden = torch.randn(3, config.hidden_size, dtype=engine.stack.dtype)
+        hidden = torch.randn(3, config.hidden_size, dtype=engine.stack.dtype, device=engine.backend.device)
         assert engine.step([adapter["Request"](0)], [3], hidden).shape == hidden.shape
 
 

@@ -39,8 +39,11 @@ _KV_ALIASES = {"auto": "nvfp4_ds_mla", "fp8": "fp8_ds_mla"}
 _INDEX_ALIASES = {"auto": "mxfp4"}
 
 
-def resolve_layouts(kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, str, CacheLayouts]:
-    """The specific names and their layouts. Raises LayoutError for a name that is none of these."""
+def resolve_layouts(
+    kv_cache_dtype: str, index_cache_dtype: str, *, reader: str = "reference"
+) -> tuple[str, str, CacheLayouts]:
+    """The specific names and their layouts. Raises LayoutError, saying what `reader` reads, for a name that is none of
+    these."""
     kv = _KV_ALIASES.get(kv_cache_dtype, kv_cache_dtype)
     index = _INDEX_ALIASES.get(index_cache_dtype, index_cache_dtype)
     for what, asked, name, aliases, known in (
@@ -48,7 +51,7 @@ def resolve_layouts(kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, s
         ("index_cache_dtype", index_cache_dtype, index, _INDEX_ALIASES, INDEX_RECORDS),
     ):
         if name not in known:
-            raise LayoutError(f"{what} {asked!r} is unknown: reference reads {', '.join([*aliases, *known])}")
+            raise LayoutError(f"{what} {asked!r} is unknown: {reader} reads {', '.join([*aliases, *known])}")
     window, compressed = (_layout(record) for record in KV_RECORDS[kv])
     return kv, index, CacheLayouts(window, compressed, _layout(INDEX_RECORDS[index]))
 

@@ -31,13 +31,15 @@ def make_plan(batch: ForwardBatch, window: int) -> StepPlan:
 
     shared = _of_request(batch.shared_lens, request)
     compressed_slots, num_visible, max_visible = {}, {}, {}
-    stepping = batch.query_start_loc_cpu.diff() > 0
+    lengths = batch.seq_lens_cpu[batch.query_start_loc_cpu.diff() > 0]
+    longest = batch.max_seq_len
+    if longest is None:
+        longest = int(lengths.max()) if lengths.numel() else 0
     for ratio, table in batch.compressed_tables.items():
         closes = live & ((position + 1) % ratio == 0) & (position >= shared)
         compressed_slots[ratio] = slots_of(table, request, torch.where(closes, position // ratio, -1))
         num_visible[ratio] = (position + 1) // ratio
-        lengths = batch.seq_lens_cpu[stepping]
-        max_visible[ratio] = int(lengths.max()) // ratio if lengths.numel() else 0
+        max_visible[ratio] = longest // ratio
     return StepPlan(
         batch=batch,
         token_request=request,

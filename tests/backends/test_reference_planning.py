@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dsv41.backends.reference.planning import make_plan, slots_of
@@ -56,3 +58,5 @@ def test_a_plan_by_hand() -> None:
     assert plan.num_visible[2].tolist() == [2, 2, 0, 0, 0]
     # Of the requests that step: the 100 tokens of the one that does not widen no score matrix.
     assert plan.max_visible == {1: 5, 2: 2}
+    # Unless a graph is to be replayed for longer requests, of which this batch is one step.
+    assert make_plan(replace(batch, max_seq_len=64), 3).max_visible == {1: 64, 2: 32}

@@ -33,7 +33,7 @@ def test_what_is_intended_and_what_is_chosen_are_both_shown() -> None:
     text = shown(Platform.load("h200"))
     assert "flashmla (intended)" in text
     (row,) = [line for line in text.splitlines() if "│ cuda:0" in line and "NVIDIA H200" in line]
-    assert [cell.strip() for cell in row.strip("│").split("│")][-2:] == ["reference", "flashmla"]
+    assert [cell.strip() for cell in row.strip("│").split("│")][-2:] == ["portable", "flashmla"]
 
 
 def test_this_machine_can_be_shown() -> None:

@@ -169,4 +169,4 @@ def test_a_target_that_is_no_backend_is_refused(target: str | None, words: str) 
 
 def test_readers_are_the_backends_of_a_format() -> None:
     assert registry.readers("bfloat16", BUILTIN) == ["flashinfer-sm100", "aiter", "portable", "reference"]
-    assert registry.readers("float32", BUILTIN) == ["reference"]
+    assert registry.readers("float32", BUILTIN) == ["portable", "reference"]

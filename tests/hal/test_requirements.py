@@ -145,6 +145,22 @@ def test_heads() -> None:
     refused(ask(requirement, of=many), "shape", "take 64, 128 query heads, a rank has 256", "use a larger tp_size")
 
 
+def test_max_heads() -> None:
+    requirement = need.max_heads(128)
+    assert ask(requirement, of=request(Geometry(num_heads=128, o_groups=16))) is None
+    wide = Geometry(num_heads=256, o_groups=32)
+    assert ask(requirement, of=request(wide, tp_size=2)) is None
+    refused(ask(requirement, of=request(wide)), "shape", "up to 128 query heads, a rank has 256", "larger tp_size")
+
+
+def test_nvidia_from() -> None:
+    requirement = need.nvidia_from("sm_80", because="as Triton does")
+    for arch in ("sm_80", "sm_89", "sm_90", "sm_121", "gfx90a", "gfx1201", "cpu"):
+        assert ask(requirement, arch) is None
+    for arch in ("sm_70", "sm_75"):
+        refused(ask(requirement, arch), "arch", "needs sm_80 or newer, as Triton does", f"cuda:0 is {arch}", "use")
+
+
 def test_heads_per_group() -> None:
     assert ask(need.heads_per_group(8)) is None
     wide = request(Geometry(num_heads=128, o_groups=8))

@@ -144,7 +144,7 @@ def test_the_backend_can_be_named(checkpoint: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_person_sees_tables(checkpoint: Path) -> None:
-    result = command("run", checkpoint, "--prompt", 20, "--decode", 2, "--verify")
+    result = command("run", checkpoint, "--prompt", 20, "--decode", 2, "--verify", "--device", "cpu")
     assert result.exit_code == 0, result.output
     for words in ("reference on cpu", "window only", "publishes candidates", "nvfp4_ds_mla", "20 tokens", "verified"):
         assert words in result.stdout
@@ -210,15 +210,15 @@ def test_layers_that_are_no_numbers_are_a_usage_error(checkpoint: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_said(checkpoint: Path, tmp_path: Path) -> None:
-    one_line(command("run", tmp_path / "missing"), "missing", "config.json")
-    one_line(command("run", tmp_path), "config.json")
+    one_line(command("run", tmp_path / "missing", "--device", "cpu"), "missing", "config.json")
+    one_line(command("run", tmp_path, "--device", "cpu"), "config.json")
     broken = copy(checkpoint, tmp_path / "broken")
     (broken / "config.json").write_text("{")
-    one_line(command("run", broken), "not JSON")
+    one_line(command("run", broken, "--device", "cpu"), "not JSON")
     cut = copy(checkpoint, tmp_path / "cut")
     shard = sorted(cut.glob("model-*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-100])
-    one_line(command("run", cut), shard.name)
+    one_line(command("run", cut, "--device", "cpu"), shard.name)
     bad_io = copy(checkpoint, tmp_path / "bad-io")
     (bad_io / "io.safetensors").write_bytes(b"no safetensors")
     one_line(command("run", bad_io, "--verify", "--device", "cpu"), "io.safetensors", "cannot be read")

@@ -125,7 +125,7 @@ def test_fr_27_fr_28_layers_in_an_engine_s_own_memory_do_what_a_session_does(
 ) -> None:
     """The same bytes in every cache and the same outputs, bit for bit; and no byte between pages is touched."""
     checkpoint = load_checkpoint(checkpoint_folder, dtype=torch.float32)
-    backend = select_backend("reference", config=checkpoint.config, kv_cache_dtype=kv)
+    backend = select_backend("reference", device="cpu", config=checkpoint.config, kv_cache_dtype=kv)
     backend.layouts = backend.layouts.with_page_size(window=page_size, compressed=page_size)
     stack = AttentionStack(checkpoint, backend, max_len=MAX_LEN)
     quarter_turns(stack)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,8 @@ def changed(path: Path, out: Path, file: str, change: Callable[[dict[str, Tensor
 
 def run_command(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-c", "from dsv41.cli import main; main()", "run", str(path), "--verify", "--json"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
+    chosen = ["--backend", "reference", "--device", "cpu"]
+    done = subprocess.run([*command, *chosen, *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -217,7 +218,7 @@ def test_verification_finds_what_is_broken(what: str, tiny: Path, tmp_path: Path
     """In each stage; by the same function that the command calls."""
     file, change, found = BROKEN[what]
     path = changed(tiny, tmp_path / "broken", f"{file}.safetensors", change)
-    report = run(RunOptions(path, decode=0, verify=True))
+    report = run(RunOptions(path, decode=0, verify=True, backend="reference", device="cpu"))
     assert any(failure.startswith(f"golden {found} is") for failure in report.failures), report.failures
 
 
@@ -232,7 +233,8 @@ def test_the_golden_outputs_bind_in_the_release_records_alone(
     """In other records their distance is reported, and judged against the reference in the same records."""
     kv, index = dtypes
     path = changed(tiny, tmp_path / "b", "io.safetensors", lambda t: t["layers.5.output"].mul_(1.5))
-    report = run(RunOptions(path, decode=0, verify=True, kv_cache_dtype=kv, index_cache_dtype=index))
+    options = RunOptions(path, decode=0, verify=True, backend="reference", device="cpu")
+    report = run(replace(options, kv_cache_dtype=kv, index_cache_dtype=index))
     assert report.verify is not None
     assert report.verify["golden"]["max_relative_error"] > 0.1
     assert bool(report.failures) == binds

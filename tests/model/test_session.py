@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv41 import attention
 from dsv41.attention import DeepseekV41Attention
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.cache import WINDOW, bytes_per_token
@@ -304,6 +305,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], type[Dsv41Error], list[str]]] = {
         [f"position {MAX_LEN}", f"at most {MAX_LEN - 1}", "max_len"],
     ),
     "a batch that is not causal": ({"causal": False}, InputError, ["causal=False", "expected True"]),
+    "a bound that does not hold": ({"max_seq_len": 10}, InputError, ["11 tokens", "max_seq_len is 10"]),
 }
 
 
@@ -319,6 +321,19 @@ def test_a_bad_batch_is_refused_before_anything_is_written(session: Session, wha
 def test_the_batch_that_these_spoil_is_good(session: Session) -> None:
     found = session.stack.forward(hidden(0)[:, 9:11], batch_of(session))
     assert torch.equal(found, whole(session.stack, hidden(0)[:, :11])[:, 9:])
+
+
+def test_what_layers_share_is_checked_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's host work does not grow with the layers: one look at the lengths, the slots and each table."""
+    looked: list[str] = []
+    for name in ("_check_length", "_check_table", "_check_slots"):
+        look = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda *a, name=name, look=look: (looked.append(name), look(*a)))
+    session.stack.forward(hidden(0)[:, 9:11], batch_of(session))
+    assert sorted(looked) == ["_check_length", "_check_slots", "_check_table", "_check_table", "_check_table"]
+    looked.clear()
+    session.stack.insert_window(hidden(0)[:, 9:11], batch_of(session))
+    assert looked.count("_check_table") == 3
 
 
 @pytest.mark.parametrize(

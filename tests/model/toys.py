@@ -231,7 +231,7 @@ class Ledger:
     def __init__(self, session: Session, straight: AttentionStack, *, seed: int = 0) -> None:
         self.session, self.straight = session, straight
         shape = (len(straight.layers), 1024, session.stack.config.hidden_size)
-        self.rows = signs(*shape, seed=seed).to(straight.dtype)
+        self.rows = signs(*shape, seed=seed).to(straight.backend.device, straight.dtype)
         self.given: dict[int, list[int]] = {}
         self.outputs: dict[int, list[Tensor]] = {}
         self.longest: dict[int, int] = {}

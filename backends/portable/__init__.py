@@ -1,0 +1,1 @@
+"""Triton kernels for both vendors: every op of the contract, from one source."""

@@ -1,0 +1,153 @@
+"""The compressor: pools the tokens of a group into one latent row, across step borders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv41.backends.portable.launch import launch
+from dsv41.backends.portable.norm import normed
+from dsv41.backends.portable.numbers import narrow, round_to
+
+_WARPS = 4
+
+
+@triton.jit
+def _pool(
+    raw,
+    state,
+    state_stride,
+    ring_stride,
+    ring,
+    token_request,
+    positions,
+    state_slots,
+    query_start_loc,
+    norm_weight,
+    latent,
+    eps,
+    RATIO: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    request, position = tl.load(token_request + token), tl.load(positions + token)
+    dim = tl.arange(0, DIM)
+    out = tl.zeros((DIM,), tl.float32)
+    if request >= 0 and (position + 1) % RATIO == 0:
+        first = tl.load(query_start_loc + request)
+        slot = tl.load(state_slots + request)
+        values = tl.load(raw + token * 2 * DIM + dim)
+        top = tl.load(raw + token * 2 * DIM + DIM + dim)
+        total = tl.full((DIM,), 1.0, tl.float32)
+        for back in tl.static_range(1, RATIO):
+            # Padding may stand before a request's first token, so the row before is not always the token before.
+            earlier = token - back
+            in_step = earlier >= first
+            in_step = in_step & (tl.load(positions + earlier, in_step, other=-1) == position - back)
+            if in_step:
+                before = raw + earlier * 2 * DIM
+                value, gate = tl.load(before + dim), tl.load(before + DIM + dim)
+            else:
+                held = state + slot * state_stride + (position - back) % ring * ring_stride
+                value, gate = tl.load(held + dim), tl.load(held + DIM + dim)
+            most = tl.maximum(top, gate)
+            kept, added = tl.exp(top - most), tl.exp(gate - most)
+            values = values * kept + value * added
+            total = total * kept + added
+            top = most
+        pooled = round_to(tl.div_rn(values, total), latent.dtype.element_ty)
+        out = normed(pooled, tl.load(norm_weight + dim).to(tl.float32), eps, DIM, latent.dtype.element_ty)
+    tl.store(latent + token * DIM + dim, narrow(out, latent.dtype.element_ty))
+
+
+@triton.jit
+def _keep(
+    raw,
+    state,
+    state_stride,
+    ring_stride,
+    ring,
+    token_request,
+    positions,
+    state_slots,
+    seq_lens,
+    DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    request, position = tl.load(token_request + token), tl.load(positions + token)
+    held = tl.load(seq_lens + request, request >= 0, other=0)
+    if request >= 0 and position >= held - ring:
+        row = state + tl.load(state_slots + request) * state_stride + position % ring * ring_stride
+        both = tl.arange(0, 2 * DIM)
+        tl.store(row + both, tl.load(raw + token * 2 * DIM + both))
+
+
+@torch.library.custom_op("dsv41::compress_rows", mutates_args=("state",))
+def compress_rows(
+    raw: Tensor,
+    state: Tensor,
+    token_request: Tensor,
+    positions: Tensor,
+    state_slots: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    ratio: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The latent `[T, D]` of the group that each token closes, normed and not rotated, in `dtype`; zeros elsewhere.
+
+    `raw` float32 `[T, 2, D]`, dense: each token's value and gate row. `state` float32 `[slots, ring, 2, D]` holds those
+    of earlier tokens and takes those of the last `ring` tokens of each request. The rest is as in `ForwardBatch` and
+    `StepPlan`: int64 `token_request` `[T]` (-1 = padding), `positions` `[T]` and `state_slots` `[R]`, int32
+    `query_start_loc` `[R + 1]` and `seq_lens` `[R]`. A group's values are averaged with the softmax of its gates per
+    channel; the average is rounded to `dtype` before its RMSNorm.
+    """
+    latent = raw.new_empty(raw.shape[0], raw.shape[2], dtype=dtype)
+    shared: dict[str, Any] = {
+        "raw": raw,
+        "state": state,
+        "state_stride": state.stride(0),
+        "ring_stride": state.stride(1),
+        "ring": state.shape[1],
+        "token_request": token_request,
+        "positions": positions,
+        "state_slots": state_slots,
+        "DIM": raw.shape[2],
+    }
+    launch(
+        _pool,
+        (raw.shape[0],),
+        num_warps=_WARPS,
+        **shared,
+        query_start_loc=query_start_loc,
+        norm_weight=norm_weight,
+        latent=latent,
+        eps=eps,
+        RATIO=ratio,
+    )
+    # A launch of its own: a long step overwrites rows of the ring that its first tokens still need.
+    launch(_keep, (raw.shape[0],), num_warps=_WARPS, **shared, seq_lens=seq_lens)
+    return latent
+
+
+@compress_rows.register_fake
+def _(
+    raw: Tensor,
+    state: Tensor,
+    token_request: Tensor,
+    positions: Tensor,
+    state_slots: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    ratio: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return raw.new_empty(raw.shape[0], raw.shape[2], dtype=dtype)

@@ -1,0 +1,62 @@
+"""Every kernel launch passes here, so that what a step launches can also be listed, and compiled ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the kernel (a `triton.jit` function), its arguments by name, and compile options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+_watchers: list[Callable[[Launch], bool]] = []
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    max_registers: int | None = None,
+    fp_fusion: bool = False,
+    **arguments: Any,
+) -> None:
+    """Run `kernel` on `grid` with `arguments` by name, on the device of its tensors. An empty grid runs nothing.
+
+    `max_registers` bounds those of a thread where the compiler can be told (CUDA). `fp_fusion` lets the compiler
+    contract a product and a sum, which rounds once where torch rounds twice.
+    """
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
+    if max_registers and torch.version.hip is None:
+        options["maxnreg"] = max_registers
+    if _watchers:
+        found = Launch(kernel, arguments, options)
+        if not all([watch(found) for watch in _watchers]):
+            return
+    if 0 in grid:
+        return
+    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](**arguments, **options)
+
+
+@contextmanager
+def watching(watch: Callable[[Launch], bool]) -> Iterator[None]:
+    """Show every launch to `watch` first; where it returns False, nothing is run."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)

@@ -1,0 +1,165 @@
+"""Exact top-k over long rows, a radix select: the digits of the k-th best score first, then one ordered pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv41.backends.portable.launch import launch
+
+COLUMNS = 4096
+"""Scores that a program looks at together; below 2**16, since two counts share a number."""
+WARPS = 16
+
+
+@triton.jit
+def _ranks(scores, column, live, BITS: tl.constexpr):
+    """uint32 numbers of `BITS` bits that order as the scores do; 0, which no number has, for NaN and what is not live.
+
+    The bits of a float order like an integer once those of negative numbers are flipped. bf16 fills the upper half.
+    """
+    x = tl.load(scores + column, live, other=0.0).to(tl.float32)
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 counts as 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -0x80000000
+    rank = ordered.to(tl.uint32, bitcast=True) >> (32 - BITS)
+    return tl.where(live & (x == x), rank, 0)
+
+
+@triton.jit
+def _positions(column, length, candidates, visible, BLOCK_SIZE: tl.constexpr):
+    """The position that each column stands for (int64), and whether it may be selected."""
+    live = column < length
+    if candidates is None:
+        position = column.to(tl.int64)
+    else:
+        block = tl.load(candidates + column // BLOCK_SIZE, live, other=-1)
+        position = block * BLOCK_SIZE + column % BLOCK_SIZE
+        live = (block >= 0) & (position < visible)
+    return position, live
+
+
+@triton.jit(do_not_specialize=["width", "scores_stride", "candidates_stride"])
+def _top_k(
+    scores,
+    lengths,
+    candidates,
+    num_visible,
+    out,
+    width,
+    scores_stride,
+    candidates_stride,
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * scores_stride
+    out += row * K
+    length = width
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + row), width).to(tl.int32)
+    visible = 0
+    if candidates is not None:
+        candidates += row * candidates_stride
+        visible = tl.load(num_visible + row)
+
+    # The rank of the k-th best, 8 bits at a time from the top, and how many of that rank there is room for. A row that
+    # is no longer than k needs no search: its border stays below every rank.
+    border = tl.full((), 0, tl.uint32)
+    room = tl.full((), K, tl.int32)
+    value = tl.arange(0, 256)
+    for turn in range(tl.where(length > K, BITS // 8, 0)):
+        shift = BITS - 8 - 8 * turn
+        counts = tl.zeros((256,), tl.int32)
+        for start in range(0, length, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            _, live = _positions(column, length, candidates, visible, BLOCK_SIZE)
+            # The border's lower digits are still 0: where the upper ones agree, this is the next digit.
+            digit = (_ranks(scores, column, live, BITS) ^ border) >> shift.to(tl.uint32)
+            counts += tl.histogram(digit.to(tl.int32), 256, mask=digit < 256)
+        at_least = tl.cumsum(counts, reverse=True)
+        found = tl.sum((at_least >= room).to(tl.int32)) - 1
+        room -= tl.sum(tl.where(value == found + 1, at_least, 0))
+        border |= found.to(tl.uint32) << shift.to(tl.uint32)
+
+    above = tl.full((), 0, tl.int32)
+    level = tl.full((), 0, tl.int32)
+    for start in range(0, length, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        position, live = _positions(column, length, candidates, visible, BLOCK_SIZE)
+        rank = _ranks(scores, column, live, BITS)
+        is_above = rank > border
+        is_level = (rank == border) & (rank > 0)
+        # Both are counted at once, one in each half of a number.
+        both = (is_above.to(tl.int32) << 16) | is_level.to(tl.int32)
+        before = tl.cumsum(both) - both
+        level_before = level + (before & 0xFFFF)
+        place = above + (before >> 16) + tl.minimum(level_before, room)
+        tl.store(out + place, position, is_above | (is_level & (level_before < room)))
+        total = tl.sum(both)
+        above += total >> 16
+        level += total & 0xFFFF
+
+    place = tl.arange(0, K_PADDED)
+    empty = (place >= above + tl.minimum(level, room)) & (place < K)
+    tl.store(out + place, tl.full((K_PADDED,), -1, tl.int64), empty)
+
+
+@torch.library.custom_op("dsv41::top_k", mutates_args=())
+def top_k(
+    scores: Tensor,
+    lengths: Tensor | None,
+    k: int,
+    candidates: Tensor | None,
+    block_size: int,
+    num_visible: Tensor | None,
+) -> Tensor:
+    """Positions of the `k` largest scores of each row: int64 `[T, k]`, ascending, -1 where there are fewer.
+
+    `scores` `[T, W]` bf16 or fp32, of which row t has the first `lengths[t]` (int64 `[T]`, None = all); what is behind
+    them is not read. NaN is never selected, -inf is, -0 equals 0. Of equal scores the smaller columns win, so the
+    result is unique.
+
+    A column is its position, unless `candidates` int64 `[T, B]` names blocks of `block_size` positions (none twice, -1
+    = none): then column c stands for position `c % block_size` of block `candidates[t, c // block_size]`, and counts if
+    it is below `num_visible[t]`. The result is in the order of the columns.
+    """
+    rows, width = scores.shape
+    out = torch.empty(rows, k, dtype=torch.int64, device=scores.device)
+    if candidates is not None:
+        width = min(width, candidates.shape[1] * block_size)
+    launch(
+        _top_k,
+        (rows if k else 0,),
+        num_warps=WARPS,
+        scores=scores,
+        lengths=lengths,
+        candidates=candidates,
+        num_visible=num_visible,
+        out=out,
+        width=width,
+        scores_stride=scores.stride(0),
+        candidates_stride=candidates.stride(0) if candidates is not None else 0,
+        K=k,
+        K_PADDED=triton.next_power_of_2(max(k, 1)),
+        BLOCK_SIZE=block_size,
+        BITS=16 if scores.dtype == torch.bfloat16 else 32,
+        COLUMNS=COLUMNS,
+    )
+    return out
+
+
+@top_k.register_fake
+def _(
+    scores: Tensor,
+    lengths: Tensor | None,
+    k: int,
+    candidates: Tensor | None,
+    block_size: int,
+    num_visible: Tensor | None,
+) -> Tensor:
+    return scores.new_empty(scores.shape[0], k, dtype=torch.int64)

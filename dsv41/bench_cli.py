@@ -1,0 +1,116 @@
+"""What `dsv41 bench attention` prints and draws, from the report as a dictionary."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from dsv41.errors import BackendError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def render(console: Console, report: dict[str, Any]) -> None:
+    """A table a head count, and below it what the columns count."""
+    for heads in dict.fromkeys(case["heads"] for case in report["cases"]):
+        table = Table(
+            title=f"{report['backend']} on {escape(report['device'])}, {heads} heads, {report['record']}",
+            title_justify="left",
+        )
+        columns = ["phase", "tokens", "us", "TFLOP/s", "GB/s", "floor us", "bound", "x floor", "error"]
+        if report["peer"]:
+            columns += ["peer us", "planned", "gathered", "x peer", "difference"]
+        for column in columns:
+            table.add_column(column, justify="left" if column in ("phase", "bound") else "right")
+        for case in (case for case in report["cases"] if case["heads"] == heads):
+            table.add_row(*cells(case, peer=bool(report["peer"])))
+        console.print(table)
+    console.print("\n".join(notes(report)), highlight=False, soft_wrap=True)
+    for failure in report["failures"]:
+        console.print(f"[bold red]wrong[/bold red]: {escape(failure)}", highlight=False, soft_wrap=True)
+
+
+def cells(case: dict[str, Any], *, peer: bool) -> list[str]:
+    """A case as text."""
+    shown = [
+        case["phase"],
+        str(case["tokens"]),
+        f"{case['microseconds']:.1f}",
+        f"{case['tflops_per_second']:.0f}",
+        f"{case['gigabytes_per_second']:.0f}",
+        f"{case['floor_seconds'] * 1e6:.1f}",
+        case["bound"],
+        f"{case['over_floor']:.2f}",
+        _error(case["error"]),
+    ]
+    if peer:
+        times = (case[f"peer_{what}seconds"] for what in ("", "planned_", "gathered_"))
+        shown += ["" if seconds is None else f"{seconds * 1e6:.1f}" for seconds in times]
+        shown += [f"{case['over_peer']:.2f}", _error(case["peer_error"])]
+    return shown
+
+
+def _error(error: float | None) -> str:
+    return "not finite" if error is None else f"{error:.1e}"
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """What the figures are, a sentence a line."""
+    rates = report["rates"]
+    origin = "measured" if rates["measured"] else "the vendor's data sheet"
+    found = [
+        f"Floor: {rates['bytes_per_second'] / 1e12:g} TB/s and {rates['flops_per_second'] / 1e12:g} TFLOP/s of bf16 "
+        f"({rates['name']}, {origin}); records, indices, queries and outputs are moved once.",
+        "Time: of one call in a CUDA graph of several on fresh rows, cold cache, median of 15 replays, all launches of "
+        f"a call included{', and the rotations' if report['fused'] else ''}. Error: against the reference.",
+    ]
+    if report["peer"]:
+        found.append(
+            f"Peer: {report['peer']}, its decode kernel on the same records, queries and rows in decode and prefill, "
+            "heads padded to 64 before. 'planned' has its schedule made in the graph, once a call; 'gathered' is its "
+            "prefill kernel over rows that were made bf16 before, which is not timed."
+        )
+    return found
+
+
+def require_matplotlib() -> None:
+    """Raises BackendError where nothing can be drawn."""
+    if find_spec("matplotlib") is None:
+        raise BackendError(
+            "--plot draws with matplotlib, which is not installed: expected it; `pip install 'dsv41[plot]'`"
+        )
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Microseconds over tokens in decode, a panel a head count: the backend, the peer and the floor."""
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    decode = [case for case in report["cases"] if case["phase"] == "decode"]
+    counts = list(dict.fromkeys(case["heads"] for case in decode)) or [0]
+    figure, panels = pyplot.subplots(1, len(counts), figsize=(4.2 * len(counts), 3.6), sharey=True, squeeze=False)
+    for panel, heads in zip(panels[0], counts, strict=True):
+        cases = sorted((case for case in decode if case["heads"] == heads), key=lambda case: case["tokens"])
+        tokens = [case["tokens"] for case in cases]
+        panel.plot(tokens, [case["microseconds"] for case in cases], "o-", label=report["backend"])
+        if report["peer"]:
+            panel.plot(tokens, [case["peer_seconds"] * 1e6 for case in cases], "s-", label=report["peer"])
+        panel.plot(tokens, [case["floor_seconds"] * 1e6 for case in cases], "k--", label="floor")
+        panel.set(xscale="log", yscale="log", xlabel="decode tokens", title=f"{heads} heads")
+        panel.set_xticks(tokens, [str(count) for count in tokens])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("microseconds")
+    panels[0][0].legend()
+    figure.suptitle(f"Sparse attention on {report['device']}, {report['record']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

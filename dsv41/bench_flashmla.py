@@ -1,0 +1,106 @@
+"""FlashMLA, called directly, as the peer of `dsv41 bench attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv41.errors import BackendError
+from dsv41.hal.backend import AttentionBackend
+from dsv41.hal.layout import PagedCache
+from dsv41.hal.records import Dialect, v4_584
+
+if TYPE_CHECKING:
+    from dsv41.bench import Rows, Work
+
+LIBRARY = "flash_mla"
+DISTRIBUTION = "tokenspeed-flashmla"
+_HEADS = 64
+"""The head count that it is instantiated for, besides 128; fewer are padded, before the call."""
+
+
+class FlashMLA:
+    """Its sparse decode kernel, which reads the 584-byte records in place, in decode and in prefill; and its prefill
+    kernel, over rows made bf16 before, which is not timed."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        """Raises BackendError where it is not installed, or cannot read the records of `backend`."""
+        layouts = backend.layouts
+        if {layouts.window.record, layouts.compressed.record} != {v4_584(Dialect.OCP)}:
+            raise BackendError(
+                f"flashmla cannot read {layouts.compressed.record.name}: expected the 584-byte record, which it reads "
+                "on every GPU that it runs on; use --record fp8_ds_mla_v4"
+            )
+        try:
+            # The one library that the model's room knows, and only because a user names it as the peer.
+            self.library: Any = import_module(LIBRARY)
+            self.label = f"flashmla {version(DISTRIBUTION)}"
+        except PackageNotFoundError:
+            self.label = "flashmla"
+        except Exception as error:
+            raise BackendError(
+                f"flash_mla does not import ({error}): expected a build that fits torch {torch.__version__}; "
+                f"`pip install {DISTRIBUTION}`"
+            ) from None
+
+    def call(self, work: Work, rows: Rows) -> Callable[[], Tensor]:
+        spec = work.layer.spec
+        assert work.caches.compressed is not None
+        arguments = {
+            "q": self._padded(work)[:, None],
+            "k_cache": _record_view(work.caches.window),
+            "block_table": None,
+            "cache_seqlens": None,
+            "head_dim_v": spec.head_dim,
+            "tile_scheduler_metadata": self.library.get_mla_metadata()[0],
+            "softmax_scale": spec.scale,
+            "is_fp8_kvcache": True,
+            "indices": rows.window.int()[:, None],
+            "attn_sink": self._sink(work),
+            "extra_k_cache": _record_view(work.caches.compressed),
+            "extra_indices_in_kvcache": rows.compressed.int()[:, None],
+        }
+
+        def run() -> Tensor:
+            out: Tensor = self.library.flash_mla_with_kvcache(**arguments)[0]
+            return out[:, 0, : spec.num_heads]
+
+        return run
+
+    def gathered(self, work: Work, rows: Rows) -> Callable[[], Tensor] | None:
+        spec, caches = work.layer.spec, work.caches
+        assert caches.compressed is not None
+        parts = [(caches.window, rows.window), (caches.compressed, rows.compressed)]
+        read, places, start = [], [], 0
+        for cache, slots in parts:
+            unique, where = slots.unique(return_inverse=True)
+            read += [cache.read(some).to(torch.bfloat16) for some in unique.split(1 << 18)]
+            places.append(where + start)
+            start += len(unique)
+        kv, indices = torch.cat(read)[:, None], torch.cat(places, dim=1).int()[:, None]
+        q, sink = self._padded(work), self._sink(work)
+
+        def run() -> Tensor:
+            out: Tensor = self.library.flash_mla_sparse_fwd(q, kv, indices, spec.scale, attn_sink=sink)[0]
+            return out[:, : spec.num_heads]
+
+        return run
+
+    def _padded(self, work: Work) -> Tensor:
+        return pad(work.q, (0, 0, 0, -work.q.shape[1] % _HEADS))
+
+    def _sink(self, work: Work) -> Tensor:
+        sink = work.layer.weights.attn_sink
+        return pad(sink, (0, -len(sink) % _HEADS), value=-torch.inf)
+
+
+def _record_view(cache: PagedCache) -> Tensor:
+    """uint8 `[pages, page_size, 1, 584]`, as FlashMLA counts bytes: element [p, t] is no token's record."""
+    size, width = cache.layout.page_size, cache.layout.record.bytes
+    return cache.data.as_strided((cache.num_pages, size, 1, width), (cache.data.stride(0), width, width, 1))

@@ -1,0 +1,46 @@
+"""How long calls take on a GPU: a CUDA graph of several, replayed with a cold cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+Call = Callable[[], object]
+
+REPLAYS = 15
+_FLUSH_BYTES = 256 << 20
+"""More than any L2 or last-level cache of a GPU."""
+
+
+def graph_seconds(calls: Sequence[Call], *, warm: bool = True, replays: int = REPLAYS) -> float:
+    """Seconds of one call: the median over `replays` of a graph of all `calls`, divided by their number.
+
+    Calls that read different memory keep each other from finding it in the cache; before each replay the cache is
+    written over. `warm` makes every call once before the capture, so that what a call does only the first time is not
+    timed; without it, one that was never made before has that in the graph.
+    """
+    if warm:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    seconds: list[float] = []
+    for _ in range(replays + 2):
+        flush.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return median(seconds[2:]) / len(calls)

@@ -1,0 +1,54 @@
+"""What is compiled ahead of time: listed, bounded, and what the JIT would compile. No kernel is compiled here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv41.compile import TARGETS
+
+HERE = Path(__file__).parent
+
+
+def facts(what: str, **variables: str) -> Any:
+    """What `compile_facts.py` prints, from a process in which nothing is interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, "-P", str(HERE / "compile_facts.py"), what]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_builds_are_those_of_the_list() -> None:
+    """After a change of kernels or tiles that is meant, write the list anew: `python -m
+    dsv41.backends.portable.variants > tests/backends/portable/variants.txt`."""
+    found = facts("names")
+    assert found == (HERE / "variants.txt").read_text().splitlines()
+    assert len(set(found)) == len(found) <= 120
+    assert {name.partition(":")[0] for name in found} == set(TARGETS)
+
+
+def test_no_growing_size_is_a_compile_key() -> None:
+    for what, (few, many) in facts("sweep").items():
+        assert few == many, what
+
+
+def test_after_warmup_a_step_compiles_nothing() -> None:
+    found = facts("warmed")
+    assert found["warm"] == []
+    assert len(set(found["cold"])) > 10  # the double does count
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_after_warmup_a_run_on_the_device_compiles_nothing(tmp_path: Path) -> None:
+    found = facts("device", TRITON_CACHE_DIR=str(tmp_path))
+    assert found["failures"] == []
+    assert found["warmup"]
+    assert found["after"] == []

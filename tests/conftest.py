@@ -1,0 +1,17 @@
+"""Without a GPU, the portable kernels run in Triton's interpreter.
+
+Triton decides when a kernel is defined, so the kernels are imported here, before any test can; the switch is off again
+when tests run, since selection looks at it.
+"""
+
+import os
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+
+if find_spec("triton") and not torch.cuda.is_available():
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+        import triton.experimental.gluon  # noqa: F401  (otherwise imported at the first launch, too late)
+
+        import dsv41.backends.portable.backend  # noqa: F401  (and with it every kernel)
