@@ -57,9 +57,24 @@ def _in_tile(row, byte, WIDTH: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.const
 
 
 @triton.jit
+def row_of(slot, F: tl.constexpr):
+    """The row of each slot in its page, int32.
+
+    Told to be a multiple of 1, for the compiler takes what it knows of the first of several consecutive slots for true
+    of all, and then loads rows of 68 bytes by eight at a time (seen in Triton 3.6 and 3.9).
+    """
+    row = (slot % F.page_size).to(tl.int32)
+    if len(row.shape) == 2:
+        row = tl.multiple_of(row, (1, 1))
+    elif len(row.shape) == 1:
+        row = tl.multiple_of(row, (1,))
+    return row
+
+
+@triton.jit
 def _values(cache, slot, F: tl.constexpr):
     """The page of each slot (uint8 pointers), and the row in it."""
-    return cache[0] + slot // F.page_size * cache[3], (slot % F.page_size).to(tl.int32)
+    return cache[0] + slot // F.page_size * cache[3], row_of(slot, F)
 
 
 @triton.jit

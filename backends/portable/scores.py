@@ -12,7 +12,7 @@ from dsv41.backends.portable.caches import kernel_arguments
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import INTERPRETED, decode_e2m1, narrow, round_to
-from dsv41.backends.portable.rows import load_rows, load_scales, value_offset
+from dsv41.backends.portable.rows import load_rows, load_scales, row_of, value_offset
 
 _E2M1 = tl.constexpr(formats.E2M1)
 
@@ -46,7 +46,7 @@ def _load_pairs(cache, slot, live, F: tl.constexpr):
     GROUPS: tl.constexpr = F.dim // F.group
     byte = tl.arange(0, F.dim // 2)[None, :]
     page = cache[0] + slot // F.page_size * cache[3]
-    row = (slot % F.page_size).to(tl.int32)
+    row = row_of(slot, F)
     codes = tl.load(page[:, None] + value_offset(row[:, None], byte, F), live[:, None], other=0).to(tl.int32)
     scales = load_scales(cache, slot[:, None], live[:, None], tl.arange(0, GROUPS)[None, :], F)
     return _scaled(decode_e2m1(codes & 15), scales), _scaled(decode_e2m1(codes >> 4), scales)

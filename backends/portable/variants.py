@@ -133,7 +133,10 @@ def meet(
                 large=large,
             )
             longest = max_tokens if causal else min(max_tokens, LONGEST_DRAFT)
-            found += _launches(layers, _steps(longest, max_requests, max_len), target)
+            steps = _steps(longest, max_requests, max_len)
+            if not causal:  # blocks of all requests at once: a step of many tokens
+                steps += [Step(max_requests, longest, max(longest, length)) for length in (1, max_len)]
+            found += _launches(layers, steps, target)
     return _variants(found, target)
 
 

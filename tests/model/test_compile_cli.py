@@ -259,7 +259,8 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_without_a_gpu_warmup_points_to_compile(config: Path) -> None:
+def test_without_a_gpu_warmup_points_to_compile(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSV41_BACKEND", raising=False)
     result = command("warmup", config, "--device", "cpu")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: there is nothing to compile for cpu")

@@ -155,7 +155,7 @@ def quarter_turns(stack: AttentionStack) -> None:
     quarters = (torch.arange(len(table))[:, None] * (pair + 1) + pair) % 4
     cos, sin = torch.tensor([1.0, 0, -1, 0])[quarters], torch.tensor([0, 1.0, 0, -1])[quarters]
     for layer in stack.layers:
-        layer.state.cos_sin = torch.cat((cos, sin), dim=1)
+        layer.state.cos_sin = torch.cat((cos, sin), dim=1).to(layer.state.cos_sin.device)
 
 
 # What a run did

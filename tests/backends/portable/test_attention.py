@@ -71,7 +71,9 @@ class Case:
         slots = []
         for cache, count in zip(caches, keys, strict=True):
             chosen = [torch.randperm(cache.num_slots, generator=generator)[:count] for _ in range(tokens)]
-            slots.append(torch.stack(chosen).to(DEVICE) if chosen else torch.zeros(0, count, dtype=torch.long))
+            slots.append(
+                torch.stack(chosen).to(DEVICE) if chosen else torch.zeros(0, count, dtype=torch.long, device=DEVICE)
+            )
         for which, cache in zip(slots, caches, strict=True):
             used = which.unique()
             rows = noise(len(used), DIM, seed=2) * torch.exp2(noise(len(used), DIM // 32, seed=3)).repeat_interleave(

@@ -138,7 +138,10 @@ def test_all_kernels_together_give_what_the_reference_does(realistic: Path, laye
         session = Session(stack, max_requests=1, max_tokens=8)
         outputs.append(session.step({session.add_request(): hidden})[0])
     assert relative_error(outputs[1], outputs[0]) < 1e-5
-    assert torch.equal(outputs[1], outputs[2])
+    if DEVICE == "cpu":
+        assert torch.equal(outputs[1], outputs[2])
+    else:  # where attention is compiled with contraction, and rotates in one rounding less
+        assert relative_error(outputs[1], outputs[2]) < 1e-6
 
 
 def test_the_output_is_handed_on_as_the_flags_say(realistic: Path) -> None:

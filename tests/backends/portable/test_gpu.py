@@ -73,10 +73,10 @@ def test_a_step_never_waits_for_the_device_and_allocates_none_of_its_memory(stac
     session.step(dict.fromkeys(requests, hidden[:1]))
     batch = ForwardBatch.from_host(
         query_lens=[1, 1],
-        seq_lens=[300, 300],
-        window_pages=torch.arange(10, dtype=torch.int32).view(2, 5),
+        seq_lens=[100, 100],
+        window_pages=torch.arange(4, dtype=torch.int32).view(2, 2),
         window_page_size=64,
-        compressed_pages={r: torch.arange(10, dtype=torch.int32).view(2, 5) for r in (1, 2)},
+        compressed_pages={r: torch.arange(4, dtype=torch.int32).view(2, 2) for r in (1, 2)},
         compressed_page_size={1: 64, 2: 64},
         device="cuda",
     )
