@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from typing import Any
 
 _TELLING = re.compile(r"error|assert|abort|fault|unsupported|killed", re.IGNORECASE)
@@ -68,7 +69,8 @@ class Worker:
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout, self._log):
                 assert stream is not None
-                stream.close()
+                with suppress(BrokenPipeError):  # a question that the process did not live to read
+                    stream.close()
             self._process = None
 
     def _start(self) -> subprocess.Popen[str]:

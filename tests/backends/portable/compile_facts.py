@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -17,9 +18,14 @@ from triton.backends.compiler import GPUTarget
 
 from dsv41.backends.portable import aot, variants
 from dsv41.backends.portable.backend import PortableBackend
+from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.dry_steps import DryLayers, Step
-from dsv41.backends.portable.launch import Launch
+from dsv41.backends.portable.launch import Launch, watching
+from dsv41.backends.portable.scores import index_scores
+from dsv41.backends.portable.target import pretending
 from dsv41.config import DeepseekV41Config
+from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
+from dsv41.hal.records import INDEX_MXFP4_68
 from dsv41.hal.types import LayerSpec
 from dsv41.run import RunOptions, run
 from dsv41.synthetic import make_checkpoint, small_config
@@ -138,5 +144,26 @@ def device() -> dict[str, list[str]]:
     return {"warmup": first, "after": compiled, "failures": report.failures + found.failures}
 
 
+def copies() -> list[int]:
+    """Bytes of each copy into shared memory where index keys lie in rows of 68 bytes, whose slots are consecutive."""
+    layout = CacheLayout(INDEX_MXFP4_68, 16, ScalePlacement.TOKEN)
+    launches: list[Launch] = []
+    bf16, numbers = torch.zeros(2, 5, 128, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+
+    def note(launch: Launch) -> bool:
+        launches.append(launch)
+        return False
+
+    with watching(note), pretending(TARGET):
+        index_scores(
+            bf16, bf16[:, :, 0], torch.zeros(3, 3, dtype=torch.int32), numbers, numbers, None, 0,
+            *flat(PagedCache.allocate(layout, 4)), torch.zeros(2, 40, dtype=torch.bfloat16),
+        )  # fmt: skip
+    build = aot.specialize(launches[0], TARGET)
+    ptx = triton.compile(build.source(), target=aot.gpu_target(TARGET), options=build.options).asm["ptx"]
+    return [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*\], (0x[0-9a-f]+)", ptx)]
+
+
 if __name__ == "__main__":
-    print(json.dumps({"names": names, "sweep": sweep, "warmed": warmed, "device": device}[sys.argv[1]]()))
+    made = {"names": names, "sweep": sweep, "warmed": warmed, "device": device, "copies": copies}
+    print(json.dumps(made[sys.argv[1]]()))

@@ -46,6 +46,13 @@ def test_after_warmup_a_step_compiles_nothing() -> None:
     assert len(set(found["cold"])) > 10  # the double does count
 
 
+def test_rows_are_loaded_no_wider_than_they_are_aligned() -> None:
+    """Rows of 68 bytes lie at multiples of 4. The compiler once took them for multiples of 8: see `rows.row_of`."""
+    sizes = facts("copies")
+    assert sizes
+    assert set(sizes) == {4}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_after_warmup_a_run_on_the_device_compiles_nothing(tmp_path: Path) -> None:
     found = facts("device", TRITON_CACHE_DIR=str(tmp_path))
