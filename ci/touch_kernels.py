@@ -1,8 +1,9 @@
-"""Runs every kernel of the portable backend at small sizes, for a memory checker to watch."""
+"""Runs every kernel of the portable backend, with few heads and with the release's, for a memory checker to watch."""
 
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,18 +19,22 @@ class Unfused(PortableBackend):
     fuses_rotation = False
 
 
+SMALL = small_config()
+WIDE = replace(SMALL, num_attention_heads=64, index_n_heads=32, o_groups=8)
 RUNS = (
-    (PortableBackend, "auto", "auto", True),
-    (Unfused, "fp8_ds_mla_v4", "fp8", True),
-    (PortableBackend, "fp8_e4m3", "auto", False),
+    (SMALL, PortableBackend, "auto", "auto", True),
+    (SMALL, Unfused, "fp8_ds_mla_v4", "fp8", True),
+    (SMALL, PortableBackend, "fp8_e4m3", "auto", False),
+    (WIDE, PortableBackend, "auto", "auto", False),
+    (WIDE, PortableBackend, "fp8_ds_mla_v4", "auto", True),
 )
 
 
 @torch.no_grad()
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = make_checkpoint(Path(folder) / "small", config=small_config())
-        for kind, kv_cache_dtype, index_cache_dtype, quantize in RUNS:
+        for number, (config, kind, kv_cache_dtype, index_cache_dtype, quantize) in enumerate(RUNS):
+            path = make_checkpoint(Path(folder) / str(number), config=config)
             backend = kind(device="cuda", kv_cache_dtype=kv_cache_dtype, index_cache_dtype=index_cache_dtype)
             checkpoint = load_checkpoint(path, device="cuda")
             stack = AttentionStack(checkpoint, backend, max_len=512, quantize_activations=quantize)

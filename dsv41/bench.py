@@ -69,6 +69,11 @@ class BenchOptions:
             for value in values:
                 if value < 1:
                     raise InputError(f"{name} has {value}: expected at least 1; leave it out")
+        if not self.heads or not (self.tokens or self.prefill):
+            raise InputError(
+                f"heads are {self.heads}, tokens {self.tokens}, prefill {self.prefill}: expected at least one head "
+                "count and one size, or there is nothing to time; name some"
+            )
 
 
 @dataclass
@@ -188,6 +193,8 @@ def bench_attention(
         fused=options.fused,
         peer=peer.label if peer else None,
     )
+    for heads in options.heads:
+        backend.get_padded_num_q_heads(heads)  # refuses what it cannot run before anything is timed
     caches = random_caches(backend, pages, options.seed)
     sizes = [("decode", tokens) for tokens in options.tokens] + [("prefill", tokens) for tokens in options.prefill]
     cases = [(phase, tokens, heads) for heads in options.heads for phase, tokens in sizes]

@@ -182,7 +182,9 @@ def run(as_json: bool, **options: Any) -> None:
     metavar="TARGETS",
     help="Such as sm_90,gfx942. [default: sm_80,sm_90,sm_100,sm_120,gfx942,gfx950; on request sm_103,gfx1201,gfx1250]",
 )
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiling processes. [default: one a core]")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Compiling processes. [default: one a core, 8 at most]"
+)
 @click.option(
     "--budget",
     type=click.Path(path_type=Path),
@@ -213,7 +215,9 @@ def compile_command(targets: str | None, jobs: int | None, budget: Path | None, 
 
 @main.command()
 @click.argument("source", metavar="CHECKPOINT_OR_CONFIG", type=click.Path(path_type=Path))
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiling processes. [default: one a core]")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Compiling processes. [default: one a core, 8 at most]"
+)
 @click.option("--backend", metavar="B", help="A backend by name. [default: the best for this machine]")
 @click.option("--device", metavar="D", help="cuda, cuda:1, ... [default: the first GPU]")
 @click.option("--layers", callback=_layers, metavar="IDS", help="Layers that will run, such as 0,2,3. [default: all]")

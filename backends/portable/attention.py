@@ -29,6 +29,7 @@ from dsv41.backends.portable.rotation import rotate
 from dsv41.backends.portable.rows import load_codes, load_plain, load_scales, scale_offset, scale_rows
 from dsv41.backends.portable.target import native_fp8
 from dsv41.backends.portable.tuning import attention_tiles
+from dsv41.errors import InputError
 
 _E4M3_SCALE = tl.constexpr(formats.E4M3_SCALE)
 _TENSOR_SCALE, _NO_SCALE = tl.constexpr(formats.TENSOR_SCALE), tl.constexpr(formats.NO_SCALE)
@@ -352,6 +353,11 @@ def attend(
     `out` is `[T, >= num_heads, D]` in q's dtype (heads past `num_heads` stay as they are), or, where `out_scale` uint8
     `[T, num_heads * D / 32]` is given, MXFP8 codes uint8 `[T, num_heads * D]`. A token with no row gets zeros.
     """
+    if cos_sin.shape[1] > 64:
+        raise InputError(
+            f"cos_sin has {cos_sin.shape[1]} numbers a position: expected at most 64, since attention rotates the last "
+            "64 dims; use the reference for wider rotations"
+        )
     w = _native(window_format, q.device)
     c = _native(compressed_format, q.device) if compressed_format else None
     num_window = window_slots.shape[1]
@@ -361,6 +367,8 @@ def attend(
         return
     per_token = workspace_bytes(1, num_heads, num_window, num_compressed, q.dtype)
     turn = max(1, workspace.numel() // max(per_token, 1))
+    if turn > 16:  # or what a turn begins with is less aligned, which is another kernel
+        turn -= turn % 16
     small_groups = any(form is not None and 0 < form.group < 64 for form in (w, c))
     score_tiles, mix_tiles = attention_tiles(q.shape[0], num_heads, small_groups, q.device)
     for first in range(0, q.shape[0], turn):

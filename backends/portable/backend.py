@@ -50,6 +50,7 @@ SCORE_BYTES = 256 << 20
 ATTENTION_BYTES = 256 << 20
 """The same of attention's weights."""
 _MAX_HEADS = 128
+_ALIGNED = 16
 
 Codes = tuple[Tensor, Tensor]
 """Rows as MXFP8: uint8 e4m3 codes `[N, K]` and scale bytes `[N, ceil(K / 32)]`."""
@@ -414,6 +415,7 @@ class PortableBackend(ReferenceBackend):
             spec.candidate_block_size if candidates is not None else 0,
             *flat(caches.index),
             out,
+            len(queries[0]),
         )
 
     def _product(self, x: Tensor, matrix: Matrix, codes: Codes | None = None, out: Tensor | None = None) -> Tensor:
@@ -472,6 +474,8 @@ def _all_visible(spec: LayerSpec, num_visible: Tensor, candidates: Tensor | None
 def _parts(tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
     """The tokens whose scores fit the workspace at a time; one part of no tokens where there are none."""
     step = max(1, SCORE_BYTES // (_padded(columns) * dtype.itemsize or 1))
+    if step > _ALIGNED:  # or tensors of a part begin where the compiler builds another kernel for them
+        step -= step % _ALIGNED
     for start in range(0, max(tokens, 1), step):
         yield slice(start, min(start + step, tokens))
 

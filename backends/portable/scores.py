@@ -175,6 +175,7 @@ def index_scores(
     tensor_scale: Tensor | None,
     format: list[int],
     out: Tensor,
+    step_tokens: int = 0,
 ) -> None:
     """`out[t, c] = sum_h w[h] * relu(q[h] . k[j])` of every token and every position j that it sees.
 
@@ -185,6 +186,9 @@ def index_scores(
 
     Column c is position c, or with `candidates` int64 `[T, B]` position `c % block_size` of block
     `candidates[t, c // block_size]` (-1 = none). A column whose position the token does not see is not written.
+
+    `step_tokens` counts the tokens of the whole step where these are a part of it, so that a step runs the same kernel
+    however it is cut.
     """
     tokens, heads, _ = queries.shape
     row_format = RowFormat.from_numbers(format)
@@ -194,7 +198,7 @@ def index_scores(
     wide = queries.dtype == torch.float32
     keys = WIDE_KEYS if wide else KEYS
     # Tokens of different requests, or with candidates of their own, have no keys in common.
-    together = TOKENS if candidates is None and tokens > pages.shape[0] and not wide else 1
+    together = TOKENS if candidates is None and max(tokens, step_tokens) > pages.shape[0] and not wide else 1
     tiles = triton.cdiv(tokens, together)
     splits = min(triton.cdiv(columns, keys), max(1, PROGRAMS // max(tiles, 1)))
     launch(

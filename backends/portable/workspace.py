@@ -16,7 +16,11 @@ def capturing(device: torch.device) -> bool:
 
 
 class Workspace:
-    """Flat buffers of one device, by name. One that is too small is replaced by a larger one."""
+    """Flat buffers of one device, by name. One that is too small is replaced by a larger one.
+
+    A backend has one, so its steps, captured ones too, may follow one another but not overlap: steps on several streams
+    at once take a backend each.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
