@@ -6,8 +6,7 @@ scores, and their softmax relative to the tile's own maximum. `_mix` owns a slic
 tiles on one scale, with the sink, and sums the rows. Both split a single token's work over many programs, by keys and
 by dims, and neither has state that grows with the heads' 512 dims.
 
-The query's rotation is part of `_score`; the output's inverse rotation and its cast to MXFP8 are part of
-`_mix`.
+The query's rotation is part of `_score`; the output's inverse rotation and its cast to MXFP8 are part of `_mix`.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _SLICE = tl.constexpr(64)
 
 
 @triton.jit
-def _row_scales(cache, slot, live, start, WIDTH: tl.constexpr, F: tl.constexpr):
-    """float32 scales of `WIDTH` dims from `start` on: `[keys, their groups]`, at most eight. A row's scale bytes are
-    fetched eight at a time where they are in one piece."""
-    GROUPS: tl.constexpr = max(WIDTH // F.group, 1)
+def _row_scales(cache, slot, live, start, F: tl.constexpr):
+    """float32 scales of a slice from dim `start` on: `[keys, its groups]`. A row's scale bytes are fetched eight at a
+    time where they are in one piece."""
+    GROUPS: tl.constexpr = max(_SLICE // F.group, 1)
     group = start // F.group + tl.arange(0, GROUPS)[None, :]
     if F.scale_tile_rows == 0 and F.scale_bytes % 8 == 0:
         page, row = scale_rows(cache, slot, F)
@@ -57,11 +56,11 @@ def _row_scales(cache, slot, live, start, WIDTH: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _slice(cache, slot, live, start, WIDTH: tl.constexpr, PLAIN: tl.constexpr, F: tl.constexpr, DTYPE: tl.constexpr):
-    """`WIDTH` dims from `start` on of a tile's rows: float32 `[keys, WIDTH]`. `PLAIN` says that these are
-    dims behind the coded."""
+def _slice(cache, slot, live, start, PLAIN: tl.constexpr, F: tl.constexpr, DTYPE: tl.constexpr):
+    """A slice from dim `start` on of a tile's rows: float32 `[keys, 64]`. `PLAIN` says that these are dims behind the
+    coded."""
     KEYS: tl.constexpr = slot.shape[0]
-    dim = start + tl.arange(0, WIDTH)[None, :]
+    dim = start + tl.arange(0, _SLICE)[None, :]
     slots, lives = slot[:, None], live[:, None]
     if PLAIN:
         x = load_plain(cache, slots, lives, dim, F)
@@ -69,12 +68,12 @@ def _slice(cache, slot, live, start, WIDTH: tl.constexpr, PLAIN: tl.constexpr, F
         x = round_to(load_codes(cache, slots, lives, dim, F), DTYPE)
     elif F.scale == _TENSOR_SCALE:
         x = round_to(load_codes(cache, slots, lives, dim, F) * load_scales(cache, slots, lives, 0, F), DTYPE)
-    elif F.group >= WIDTH:
-        x = load_codes(cache, slots, lives, dim, F) * _row_scales(cache, slot, live, start, WIDTH, F)
+    elif F.group >= _SLICE:
+        x = load_codes(cache, slots, lives, dim, F) * _row_scales(cache, slot, live, start, F)
     else:
-        GROUPS: tl.constexpr = WIDTH // F.group
+        GROUPS: tl.constexpr = _SLICE // F.group
         x = tl.reshape(load_codes(cache, slots, lives, dim, F), (KEYS, GROUPS, F.group))
-        x = tl.reshape(x * _row_scales(cache, slot, live, start, WIDTH, F)[:, :, None], (KEYS, WIDTH))
+        x = tl.reshape(x * _row_scales(cache, slot, live, start, F)[:, :, None], (KEYS, _SLICE))
     return x
 
 
@@ -92,19 +91,17 @@ def _load_slots(slots, key, count, capacity):
 
 
 @triton.jit
-def _load_query(q, start, live_head, WIDTH: tl.constexpr):
-    """Some dims of the query, float32 `[heads, WIDTH]`; `q` points at each head `[heads, 1]`."""
-    return tl.load(q + start + tl.arange(0, WIDTH)[None, :], live_head[:, None], other=0.0).to(tl.float32)
+def _load_query(q, start, live_head):
+    """A slice of the query, float32 `[heads, 64]`; `q` points at each head `[heads, 1]`."""
+    return tl.load(q + start + tl.arange(0, _SLICE)[None, :], live_head[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _score_tile(
     q, head, live_head, position, cos_sin, weights, stats, cache, slots, tile, count, capacity, scale, q_stride_h,
-    F: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, ROTATE_QUERY: tl.constexpr,
-    DTYPE: tl.constexpr,
+    F: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr, ROTATE_QUERY: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of `KEYS` keys of one cache, `WIDTH` dims at a time; `weights` and `stats` point at the tile's place, for
-    each head."""
+    """Scores of `KEYS` keys of one cache; `weights` and `stats` point at the tile's place, for each head."""
     slot, live = _load_slots(slots, tile * KEYS + tl.arange(0, KEYS), count, capacity)
     share = tl.zeros((head.shape[0], KEYS), tl.float32)
     top = tl.full(head.shape, float("-inf"), tl.float32)
@@ -114,19 +111,15 @@ def _score_tile(
         # The last slice is apart: it alone may be rotated, or of dims behind the coded.
         LAST: tl.constexpr = F.dim - _SLICE
         query_row = q + head[:, None] * q_stride_h
-        for start in range(0, LAST // WIDTH * WIDTH, WIDTH):
-            start = tl.multiple_of(start, WIDTH)  # which the compiler does not see, and needs for wide loads
-            query = _load_query(query_row, start, live_head, WIDTH)
-            rows = _slice(cache, slot, live, start, WIDTH, False, F, DTYPE)
+        for start in range(0, LAST, _SLICE):
+            start = tl.multiple_of(start, _SLICE)  # which the compiler does not see, and needs for wide loads
+            query = _load_query(query_row, start, live_head)
+            rows = _slice(cache, slot, live, start, False, F, DTYPE)
             scores = _dot(query, tl.trans(rows), scores, DTYPE)
-        for start in tl.static_range(LAST // WIDTH * WIDTH, LAST, _SLICE):
-            query = _load_query(query_row, start, live_head, _SLICE)
-            rows = _slice(cache, slot, live, start, _SLICE, False, F, DTYPE)
-            scores = _dot(query, tl.trans(rows), scores, DTYPE)
-        query = _load_query(query_row, LAST, live_head, _SLICE)
+        query = _load_query(query_row, LAST, live_head)
         if ROTATE_QUERY:
             query = round_to(rotate(query, cos_sin, position, ROPE), DTYPE)
-        rows = _slice(cache, slot, live, LAST, _SLICE, F.coded < F.dim, F, DTYPE)
+        rows = _slice(cache, slot, live, LAST, F.coded < F.dim, F, DTYPE)
         scores = _dot(query, tl.trans(rows), scores, DTYPE)
         scores = tl.where(live[None, :], scores * scale, float("-inf"))
         top = tl.max(scores, axis=1)
@@ -145,8 +138,8 @@ def _score(
     window, window_pool, window_scale, window_stride, window_pool_stride, window_slots, num_window, window_capacity,
     compressed, compressed_pool, compressed_scale, compressed_stride, compressed_pool_stride,
     compressed_slots, num_compressed, compressed_capacity, weights, stats,
-    W: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    ROPE: tl.constexpr, ROTATE_QUERY: tl.constexpr, DTYPE: tl.constexpr,
+    W: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
+    ROTATE_QUERY: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Programs: tokens x blocks of HEADS heads x tiles of KEYS keys, the tiles of a token next to each other."""
     window_tiles = tl.cdiv(num_window, KEYS)
@@ -169,7 +162,7 @@ def _score(
             q, head, live_head, position, cos_sin, weights, stats,
             (window, window_pool, window_scale, window_stride, window_pool_stride),
             window_slots + token * num_window, tile, num_window, window_capacity, scale * _LOG2_E, q_stride_h,
-            W, KEYS, WIDTH, ROPE, ROTATE_QUERY, DTYPE,
+            W, KEYS, ROPE, ROTATE_QUERY, DTYPE,
         )  # fmt: skip
     else:
         if C is not None:
@@ -177,7 +170,7 @@ def _score(
                 q, head, live_head, position, cos_sin, weights, stats,
                 (compressed, compressed_pool, compressed_scale, compressed_stride, compressed_pool_stride),
                 compressed_slots + token * num_compressed, tile - window_tiles, num_compressed, compressed_capacity,
-                scale * _LOG2_E, q_stride_h, C, KEYS, WIDTH, ROPE, ROTATE_QUERY, DTYPE,
+                scale * _LOG2_E, q_stride_h, C, KEYS, ROPE, ROTATE_QUERY, DTYPE,
             )  # fmt: skip
 
 
@@ -197,7 +190,7 @@ def _walk(
         share = tl.load(at, live_head[:, None], other=0.0).to(tl.float32) * factor[:, None]
         added = ()
         for i in tl.static_range(SLICES):
-            rows = _slice(cache, slot, live, start + i * _SLICE, _SLICE, PLAIN and i == SLICES - 1, F, DTYPE)
+            rows = _slice(cache, slot, live, start + i * _SLICE, PLAIN and i == SLICES - 1, F, DTYPE)
             added = added + (_dot(share, rows, sums[i], DTYPE),)
         sums = added
     return sums
@@ -412,7 +405,6 @@ def attend(
             q_stride_h=q.stride(1),
             scale=scale,
             HEADS=score_tiles.heads,
-            WIDTH=score_tiles.slices * 64,
             ROTATE_QUERY=rotate_query,
             **shared,
         )
@@ -423,7 +415,6 @@ def attend(
             (blocks * (w.dim // (mix_tiles.slices * 64)),),
             num_warps=mix_tiles.num_warps,
             num_stages=mix_tiles.num_stages,
-            max_registers=mix_tiles.max_registers,
             fp_fusion=True,
             sink=sink,
             out=out[part],
