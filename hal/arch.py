@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 KIB = 1024
 _CUDA_TARGET = re.compile(r"(?:sm|compute)_(\d+)([af]?)")
@@ -63,6 +64,12 @@ def vendor_of(arch: str) -> str:
     if _GFX.fullmatch(arch):
         return "amd"
     raise ValueError(f"arch {arch!r} is none of 'sm_<number>', 'gfx<hex>' or 'cpu'")
+
+
+def arch_from_torch(props: Any) -> str:
+    """The arch of a device by torch's properties of it; a ROCm build gives the gfx name, others anything."""
+    gfx = str(getattr(props, "gcnArchName", "")).partition(":")[0]
+    return gfx if gfx.startswith("gfx") else f"sm_{props.major}{props.minor}"
 
 
 def runs_on(target: str, arch: str) -> bool:

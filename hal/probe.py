@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from dsv41.hal.arch import ARCHS, runs_on
+from dsv41.hal.arch import ARCHS, arch_from_torch, runs_on
 from dsv41.hal.device import LIBRARIES, TORCH_INSTALL, Device, Platform, TorchBuild
 from dsv41.hal.host import NOTHING, Host, cpu_device, read_host
 from dsv41.hal.libraries import inspect
@@ -159,12 +159,9 @@ def _kernel_problem(build: TorchBuild, targets: list[str], arch: str) -> str | N
 
 def _torch_device(index: int, props: Any) -> Device:
     """A device from torch's properties; on ROCm they carry the gfx name."""
-    arch = getattr(props, "gcnArchName", "") or f"sm_{props.major}{props.minor}"
-    if not arch.startswith(("gfx", "sm_")):
-        arch = f"sm_{props.major}{props.minor}"
     optin = getattr(props, "shared_memory_per_block_optin", 0) or getattr(props, "shared_memory_per_block", 0)
     return Device.gpu(
-        arch,
+        arch_from_torch(props),
         index,
         name=props.name,
         memory_bytes=props.total_memory,

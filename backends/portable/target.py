@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from dsv41.hal.arch import ARCHS
+from dsv41.hal.arch import ARCHS, arch_from_torch
 
 _pretended: list[str] = []
 
@@ -38,5 +38,4 @@ def pretending(arch: str) -> Iterator[None]:
 
 @cache
 def _arch_of(device: torch.device) -> str:
-    facts = torch.cuda.get_device_properties(device)
-    return facts.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}"
+    return arch_from_torch(torch.cuda.get_device_properties(device))
