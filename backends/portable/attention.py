@@ -12,6 +12,7 @@ The query's rotation is part of `_score`; the output's inverse rotation and its 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from dsv41.backends.portable import formats
 from dsv41.backends.portable.caches import kernel_arguments
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
-from dsv41.backends.portable.numbers import INTERPRETED, decode_e4m3, decode_ue8m0, narrow, round_to
+from dsv41.backends.portable.numbers import decode_e4m3, decode_ue8m0, dot, narrow, round_to
 from dsv41.backends.portable.quantize import GROUP, mxfp8
 from dsv41.backends.portable.rotation import rotate
 from dsv41.backends.portable.rows import load_codes, load_plain, load_scales, scale_offset, scale_rows
@@ -78,12 +79,6 @@ def _slice(cache, slot, live, start, PLAIN: tl.constexpr, F: tl.constexpr, DTYPE
 
 
 @triton.jit
-def _dot(a, b, acc, DTYPE: tl.constexpr):
-    NARROW: tl.constexpr = tl.float32 if INTERPRETED else DTYPE
-    return tl.dot(a.to(NARROW), b.to(NARROW), acc, input_precision="ieee")
-
-
-@triton.jit
 def _load_slots(slots, key, count, capacity):
     """The slots of some of a token's keys, and whether each is one; nothing is read for those that are not."""
     slot = tl.load(slots + key, key < count, other=-1)
@@ -115,12 +110,12 @@ def _score_tile(
             start = tl.multiple_of(start, _SLICE)  # which the compiler does not see, and needs for wide loads
             query = _load_query(query_row, start, live_head)
             rows = _slice(cache, slot, live, start, False, F, DTYPE)
-            scores = _dot(query, tl.trans(rows), scores, DTYPE)
+            scores = dot(query, tl.trans(rows), scores, DTYPE)
         query = _load_query(query_row, LAST, live_head)
         if ROTATE_QUERY:
             query = round_to(rotate(query, cos_sin, position, ROPE), DTYPE)
         rows = _slice(cache, slot, live, LAST, F.coded < F.dim, F, DTYPE)
-        scores = _dot(query, tl.trans(rows), scores, DTYPE)
+        scores = dot(query, tl.trans(rows), scores, DTYPE)
         scores = tl.where(live[None, :], scores * scale, float("-inf"))
         top = tl.max(scores, axis=1)
         shift = tl.where(top == float("-inf"), 0.0, top)  # as where all scores are -inf
@@ -191,7 +186,7 @@ def _walk(
         added = ()
         for i in tl.static_range(SLICES):
             rows = _slice(cache, slot, live, start + i * _SLICE, PLAIN and i == SLICES - 1, F, DTYPE)
-            added = added + (_dot(share, rows, sums[i], DTYPE),)
+            added = added + (dot(share, rows, sums[i], DTYPE),)
         sums = added
     return sums
 
@@ -351,8 +346,9 @@ def attend(
             f"cos_sin has {cos_sin.shape[1]} numbers a position: expected at most 64, since attention rotates the last "
             "64 dims; use the reference for wider rotations"
         )
-    w = _native(window_format, q.device)
-    c = _native(compressed_format, q.device) if compressed_format else None
+    native = native_fp8(q.device)
+    w = _native(tuple(window_format), native)
+    c = _native(tuple(compressed_format), native) if compressed_format else None
     num_window = window_slots.shape[1]
     num_compressed = compressed_slots.shape[1] if compressed_slots is not None else 0
     tiles = triton.cdiv(num_window, KEYS) + triton.cdiv(num_compressed, KEYS)
@@ -431,13 +427,9 @@ def attend(
         )
 
 
-def _native(numbers: list[int], device: torch.device) -> RowFormat:
-    """A format whose bytes the device converts itself where it can."""
+@cache
+def _native(numbers: tuple[int, ...], dialect: str | None) -> RowFormat:
+    """A format whose bytes the device converts itself, if they are in the `dialect` that it converts."""
     form = RowFormat.from_numbers(numbers)
-    dialect = {formats.OCP: "ocp", formats.FNUZ: "fnuz"}.get(form.code)
-    return replace(form, native=int(dialect is not None and dialect == native_fp8(device)))
-
-
-@attend.register_fake
-def _(*_: object) -> None:
-    return None
+    own = {formats.OCP: "ocp", formats.FNUZ: "fnuz"}.get(form.code)
+    return replace(form, native=int(own is not None and own == dialect))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from dsv41.backends.portable.formats import RowFormat
-from dsv41.hal.layout import PagedCache
+from dsv41.hal.layout import CacheLayout, PagedCache
 
 
 def flat(cache: PagedCache) -> tuple[Tensor, Tensor | None, Tensor | None, list[int]]:
     """A cache as the consecutive arguments `data, pool, tensor_scale, format` of a custom op."""
-    return cache.data, cache.scale_pool, cache.tensor_scale, RowFormat.of(cache.layout).numbers()
+    return cache.data, cache.scale_pool, cache.tensor_scale, list(_numbers(cache.layout))
+
+
+@cache  # asked for every cache of every layer in every step
+def _numbers(layout: CacheLayout) -> tuple[int, ...]:
+    return tuple(RowFormat.of(layout).numbers())
 
 
 def kernel_arguments(

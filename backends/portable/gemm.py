@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv41.backends.portable.launch import launch
-from dsv41.backends.portable.numbers import INTERPRETED, decode_ue8m0, narrow, round_to
+from dsv41.backends.portable.numbers import INTERPRETED, decode_ue8m0, e4m3_fields, narrow, round_to
 from dsv41.backends.portable.quantize import GROUP
 from dsv41.backends.portable.target import native_fp8
 
@@ -53,16 +53,8 @@ def _store(out, out_stride, acc, row, token, num_rows, num_tokens):
 
 @triton.jit
 def _decode(codes, NATIVE: tl.constexpr):
-    """fp16 of e4m3 bytes (OCP) but NaN: weights hold none, and activations have it in their scale.
-
-    As the fields of fp16 a byte reads as value * 2**-8, its subnormals too.
-    """
-    if NATIVE:
-        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:
-        wide = codes.to(tl.int16)
-        value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
-    return value
+    """fp16 of e4m3 bytes (OCP) but NaN: weights hold none, and activations have it in their scale."""
+    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) if NATIVE else e4m3_fields(codes) * 256.0
 
 
 @triton.jit
@@ -399,17 +391,3 @@ def grouped_linear(
     As `linear`, with `x_scale` `[N, G, ceil(K / 32)]`. A block of `weight_scale` may belong to two groups.
     """
     _project(x, x_scale, weight, weight_scale, block_rows, block_cols, out)
-
-
-@linear.register_fake
-@grouped_linear.register_fake
-def _nothing_new(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    block_rows: int,
-    block_cols: int,
-    out: Tensor,
-) -> None:
-    return None

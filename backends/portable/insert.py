@@ -123,22 +123,6 @@ def rotate_insert(
     )
 
 
-@rotate_insert.register_fake
-def _(
-    q: Tensor,
-    num_heads: int,
-    kv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    data: Tensor,
-    pool: Tensor | None,
-    tensor_scale: Tensor | None,
-    format: list[int],
-) -> None:
-    return None
-
-
 @triton.jit
 def _insert_rows(
     x,
@@ -205,20 +189,3 @@ def insert_rows(
         ROPE=cos_sin.shape[1],
         F=RowFormat.from_numbers(format),
     )
-
-
-@insert_rows.register_fake
-def _(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    ratio: int,
-    cos_sin: Tensor,
-    slots: Tensor,
-    data: Tensor,
-    pool: Tensor | None,
-    tensor_scale: Tensor | None,
-    format: list[int],
-) -> None:
-    return None

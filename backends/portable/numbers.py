@@ -38,11 +38,25 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def decode_e4m3(codes, FNUZ: tl.constexpr):
-    """float32 of e4m3 bytes (uint8): as the fields of fp16 they read as value * 2**-8, in FNUZ * 2**-7."""
+def dot(a, b, acc, DTYPE: tl.constexpr):
+    """`acc` plus the product of two blocks of numbers of `DTYPE`, summed in fp32. Interpreted, it is in fp32."""
+    NARROW: tl.constexpr = tl.float32 if INTERPRETED else DTYPE
+    return tl.dot(a.to(NARROW), b.to(NARROW), acc, input_precision="ieee")
+
+
+@triton.jit
+def e4m3_fields(codes):
+    """fp16 whose fields are those of e4m3 bytes (uint8): value * 2**-8, in FNUZ * 2**-7, subnormals too. NaN codes are
+    numbers."""
     wide = codes.to(tl.int16)
-    fields = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    value = fields.to(tl.float16, bitcast=True).to(tl.float32)
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def decode_e4m3(codes, FNUZ: tl.constexpr):
+    """float32 of e4m3 bytes (uint8)."""
+    wide = codes.to(tl.int16)
+    value = e4m3_fields(codes).to(tl.float32)
     if FNUZ:
         value = tl.where(wide == 0x80, float("nan"), value * 128.0)
     else:

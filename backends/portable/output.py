@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import narrow, round_to
 from dsv41.backends.portable.quantize import GROUP, store_mxfp8
-from dsv41.backends.portable.rotation import load_angles, turn
+from dsv41.backends.portable.rotation import load_angles, rotate, turn
 
 _HEADS = 4
 """Heads of one program."""
@@ -39,13 +39,8 @@ def _finish_output(
     position = tl.load(positions + token)
     if QUANTIZE:  # which needs every dim; the others only those that turn
         dim = tl.arange(0, DIM)[None, :]
-        pair = tl.arange(0, DIM // 2)[None, :] - (DIM - ROPE) // 2
-        angle = cos_sin + tl.maximum(position, 0) * ROPE + pair
-        cos = tl.load(angle, pair >= 0, other=1.0)
-        sin = tl.load(angle + ROPE // 2, pair >= 0, other=0.0)
         x = tl.load(row + dim, head < HEADS, other=0.0).to(tl.float32)
-        # The dims in front are taken as they are: infinity times a sine of zero is NaN.
-        x = tl.where(dim < DIM - ROPE, x, round_to(turn(x, cos, -sin), heads.dtype.element_ty))
+        x = round_to(rotate(x, cos_sin, position, ROPE, INVERSE=True), heads.dtype.element_ty)
         numbers = tl.reshape(x, (BLOCK * DIM,))
         store_mxfp8(numbers, codes + token * (HEADS * DIM), scales + token * GROUPS, first * DIM, HEADS * DIM)
     else:

@@ -11,7 +11,7 @@ from dsv41.backends.portable import formats
 from dsv41.backends.portable.caches import kernel_arguments
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
-from dsv41.backends.portable.numbers import INTERPRETED, decode_e2m1, narrow, round_to
+from dsv41.backends.portable.numbers import INTERPRETED, decode_e2m1, dot, narrow, round_to
 from dsv41.backends.portable.rows import load_rows, load_scales, row_of, value_offset
 
 _E2M1 = tl.constexpr(formats.E2M1)
@@ -28,14 +28,8 @@ MAXIMA = 512
 
 
 @triton.jit
-def _dot(keys, queries, acc, DTYPE: tl.constexpr):
-    """`acc` + `keys` float32 `[N, D]`, rounded to `DTYPE`, times `queries` `[D, C]`, summed in fp32."""
-    return tl.dot(round_to(keys, DTYPE).to(queries.dtype), queries, acc, input_precision="ieee")
-
-
-@triton.jit
 def _load_queries(queries, live, dim, DTYPE: tl.constexpr):
-    """`[len(dim), C]` as `_dot` takes it: a column is a head of a token, `queries` `[C]` where it begins."""
+    """`[len(dim), C]`, as narrow as `dot` takes it: a column is a head of a token, `queries` `[C]` where it begins."""
     x = tl.load(queries[None, :] + dim[:, None], live[None, :], other=0.0).to(tl.float32)
     return x.to(tl.float32 if INTERPRETED else DTYPE)
 
@@ -148,10 +142,11 @@ def _index_scores(
                 dots = tl.zeros((KEYS, TOKENS * HEADS), tl.float32)
                 if F.code == _E2M1:
                     even, odd = _load_pairs(cache, slot, found >= 0, F)
-                    dots = _dot(even, query_even, dots, DTYPE)
-                    dots = _dot(odd, query_odd, dots, DTYPE)
+                    dots = dot(round_to(even, DTYPE), query_even, dots, DTYPE)
+                    dots = dot(round_to(odd, DTYPE), query_odd, dots, DTYPE)
                 else:
-                    dots = _dot(load_rows(cache, slot, found >= 0, 0, F.dim, F), query, dots, DTYPE)
+                    key = load_rows(cache, slot, found >= 0, 0, F.dim, F)
+                    dots = dot(round_to(key, DTYPE), query, dots, DTYPE)
                 dots = round_to(dots, DTYPE)
                 dots = tl.where(dots < 0, 0.0, dots)  # a NaN stays
                 terms = tl.where(real[None, :], round_to(dots * weights[None, :], DTYPE), 0.0)
