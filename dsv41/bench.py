@@ -271,10 +271,11 @@ def our_call(backend: AttentionBackend, work: Work, rows: Rows, out: AttnOutput)
         device=device,
     )
     request = torch.arange(tokens, device=device)
-    plan = StepPlan(batch, request, rows.window[:, 0].contiguous(), rows.window, {}, {}, {})
+    slots = StepPlan(batch, request, rows.window[:, 0].contiguous(), rows.window, {}, {}, {})
+    plan = backend.complete_plan(slots, [work.layer.spec])
     empty = work.q.new_empty(tokens, 0)
     inputs = AttnInputs(hidden=empty, qr=empty, q=work.q, kv=empty, positions=batch.positions)
-    selection = Selection(rows.compressed, derived=rows.compressed)
+    selection = Selection(rows.compressed, derived=backend.complete_selection(rows.compressed))
     return lambda: backend.forward_mqa(inputs, work.layer, selection, plan, out)
 
 

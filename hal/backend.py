@@ -119,6 +119,11 @@ class AttentionBackend(ABC):
     def plan(self, batch: ForwardBatch, specs: Sequence[LayerSpec]) -> StepPlan:
         """Everything that a step's kernels need and that does not depend on the layer, derived once for all `specs`."""
 
+    def complete_plan(self, plan: StepPlan, specs: Sequence[LayerSpec]) -> StepPlan:
+        """Add to slots and visibilities what this backend's kernels need besides: the last part of `plan`, apart so
+        that rows which no batch would give can be planned too, as a bench or a test does."""
+        return plan
+
     def check_caches(self, spec: LayerSpec, caches: LayerCaches) -> None:  # noqa: B027  (the reference reads any)
         """Raise LayoutError where this backend would misread one of a layer's caches: another record or placement, a
         page stride or a size that its kernels cannot address. Called when caches are bound."""
@@ -126,6 +131,11 @@ class AttentionBackend(ABC):
     def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
         """Derive once, for all layers that consume a selection, what this backend's attention reads."""
         return selection
+
+    def complete_selection(self, slots: Tensor) -> Any:
+        """`Selection.derived` of rows that are known by their slots, int64 `[T, K]`, -1 = none: the last part of
+        `prepare_selection`, apart for the same reason as `complete_plan`."""
+        return slots
 
     def prepare_weights(self, layer: LayerState) -> Any:
         """This backend's form of the layer's weights; None = checkpoint layout.

@@ -30,14 +30,12 @@ from dsv41.backends.portable.weights import Matrix, PortableWeights, types_of
 from dsv41.backends.portable.workspace import Workspace
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.backends.reference.layouts import resolve_layouts
-from dsv41.backends.reference.planning import make_plan
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.device import Device
 from dsv41.hal.layout import CacheLayouts
 from dsv41.hal.types import (
     AttnInputs,
     AttnOutput,
-    ForwardBatch,
     LayerCaches,
     LayerSpec,
     LayerState,
@@ -185,9 +183,6 @@ class PortableBackend(ReferenceBackend):
 
     # Hooks
 
-    def plan(self, batch: ForwardBatch, specs: Sequence[LayerSpec]) -> StepPlan:
-        return make_plan(batch, specs[0].window)
-
     def prepare_weights(self, layer: LayerState) -> PortableWeights:
         super().prepare_weights(layer)
         self.specs[layer.spec] = types_of(layer.weights)
@@ -197,7 +192,7 @@ class PortableBackend(ReferenceBackend):
         rows, ratio = selection.topk_indices, layer.spec.ratio
         table = plan.batch.compressed_tables[ratio]
         slots = selection_slots(rows, plan.num_visible[ratio], plan.token_request, table.pages, table.page_size)
-        return Selection(rows, selection.candidates, slots)
+        return Selection(rows, selection.candidates, self.complete_selection(slots))
 
     def warmup(self, specs: Sequence[LayerSpec] | None = None) -> None:
         """Steps of one request of 1, 2, 4, ... tokens, up to those that were reserved, over zeros.

@@ -74,14 +74,14 @@ class ReferenceBackend(AttentionBackend):
     # Hooks
 
     def plan(self, batch: ForwardBatch, specs: Sequence[LayerSpec]) -> StepPlan:
-        return make_plan(batch, specs[0].window)
+        return self.complete_plan(make_plan(batch, specs[0].window), specs)
 
     def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
         """`derived` int64 `[T, K]`: the slots of the selected rows, -1 = none, as for one that the query cannot see."""
         rows, ratio = selection.topk_indices, layer.spec.ratio
         request = torch.where(rows < plan.num_visible[ratio][:, None], plan.token_request[:, None], -1)
         slots = slots_of(plan.batch.compressed_tables[ratio], request, rows)
-        return Selection(rows, selection.candidates, slots)
+        return Selection(rows, selection.candidates, self.complete_selection(slots))
 
     def prepare_weights(self, layer: LayerState) -> Any:
         """Nothing to prepare; NaN codes, which `widen` does not know, are refused here once."""
