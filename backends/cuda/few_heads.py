@@ -1,0 +1,169 @@
+"""Attention for at most 16 query heads over 584-byte records on Hopper: the launch of `kernels/few_heads.cu`."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv41.backends.cuda import nvrtc
+from dsv41.errors import BackendError
+
+MAX_HEADS = 16
+ARCH = "sm_90a"
+RECORD_BYTES = 584
+_KEYS, _DIMS, _THREADS = 32, 512, 160
+_CTAS_PER_SM = 2
+_RANKS = (10, 8, 5, 4, 3, 2)
+"""How many CTAs may share a token. More than 8 are a cluster that a kernel must ask for."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """The columns of the kernel's matrix instructions, and the tiles that it has in flight."""
+
+    heads: int
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of `Shared` in the source, which checks it: tiles, the query (of more than 8 heads), scores, barriers."""
+        tile = _KEYS * (592 + 8)
+        query = _DIMS * self.heads * 2 if self.heads > 8 else 0
+        return -(-(self.stages * (tile + 20) + query + 4 * self.heads * 40 * 4) // 16) * 16
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"HEADS": self.heads, "STAGES": self.stages, "SHARED_BYTES": self.shared_bytes}
+
+
+BUILDS = (Build(8, 5), Build(16, 4))
+
+
+def build_for(num_heads: int) -> Build:
+    """The smallest that holds `num_heads`. Raises BackendError for more than 16."""
+    for build in BUILDS:
+        if num_heads <= build.heads:
+            return build
+    raise BackendError(
+        f"the few-heads kernel was given {num_heads} query heads: expected at most {MAX_HEADS}; use another kernel"
+    )
+
+
+@torch.library.custom_op("dsv41::few_heads", mutates_args=("out",))
+def few_heads(
+    q: Tensor,
+    num_heads: int,
+    sink: Tensor,
+    scale: float,
+    window: Tensor,
+    window_page_size: int,
+    window_indices: Tensor,
+    window_lengths: Tensor,
+    compressed: Tensor | None,
+    compressed_page_size: int,
+    compressed_indices: Tensor | None,
+    compressed_lengths: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Attention of `q` bf16 `[T, >= num_heads, 512]` over its rows of both caches into `out`, of the same form.
+
+    `window` and `compressed` are uint8 `[pages, bytes]`, 16-byte aligned pages of 584-byte records with a page's scales
+    behind its rows. Indices are slots, int32 `[T, n]` (contiguous, -1 = none), of which the first `lengths` int32 `[T]`
+    count. `sink` float32 `[num_heads]` joins the denominator only. A token with no row gets zeros; heads past
+    `num_heads` of `out` stay as they are.
+    """
+    tokens = q.shape[0]
+    if tokens == 0:
+        return
+    build = build_for(num_heads)
+    keys = window_indices.shape[1]
+    caches = [_cache(window, window_page_size, window_indices, window_lengths)]
+    if compressed is not None and compressed_indices is not None and compressed_lengths is not None:
+        caches.append(_cache(compressed, compressed_page_size, compressed_indices, compressed_lengths))
+        keys += compressed_indices.shape[1]
+    else:
+        caches.append([0, _long(0), ctypes.c_uint32(1), ctypes.c_uint32(0), 0, 0, _int(0)])
+    arguments = [
+        _pointer(q), _long(q.stride(0)), _long(q.stride(1)), _pointer(out), _long(out.stride(0)), _long(out.stride(1)),
+        _pointer(sink), ctypes.c_float(scale), _int(tokens), _int(num_heads), *caches[0], *caches[1],
+    ]  # fmt: skip
+    with torch.cuda.device(q.device):
+        kernel = _loaded(build, q.device.index)
+        ranks = kernel.ranks(tokens, -(-keys // _KEYS))
+        clusters = tokens if ranks > 1 else min(tokens, kernel.resident)
+        kernel.launch(torch.cuda.current_stream(q.device).cuda_stream, clusters, ranks, arguments)
+
+
+def _cache(cache: Tensor, page_size: int, indices: Tensor, lengths: Tensor) -> list[Any]:
+    rows = cache.shape[0] * page_size
+    return [
+        _pointer(cache), _long(cache.stride(0)), ctypes.c_uint32(page_size), ctypes.c_uint32(rows),
+        _pointer(indices), _pointer(lengths), _int(indices.shape[1]),
+    ]  # fmt: skip
+
+
+_int, _long = ctypes.c_int32, ctypes.c_int64
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None else 0
+
+
+class _Stream:
+    """torch's stream, as cuda.core takes those of others."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+class _Kernel:
+    """A build, loaded on one device."""
+
+    def __init__(self, build: Build, device: int) -> None:
+        from cuda.bindings import driver
+        from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig, ObjectCode, launch
+
+        self._config, self._launch, self._shared = LaunchConfig, launch, build.shared_bytes
+        self._any_stream = LEGACY_DEFAULT_STREAM
+        self._kernel = ObjectCode.from_cubin(nvrtc.cubin("few_heads", ARCH, build.defines)).get_kernel("few_heads")
+        names = driver.CUfunction_attribute
+        for name, value in (
+            (names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, build.shared_bytes),
+            (names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+        ):
+            (status,) = driver.cuKernelSetAttribute(name, value, int(self._kernel.handle), device)
+            if int(status):
+                raise BackendError(
+                    f"the few-heads kernel cannot be given {name.name} {value} ({status.name}): expected a Hopper GPU"
+                )
+        self.resident = _CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        """CTAs that run at a time."""
+        self._clusters = {ranks: self._most_clusters(ranks) for ranks in _RANKS}
+
+    def _most_clusters(self, ranks: int) -> int:
+        """Whole clusters that run at a time. They must fit in a part of the GPU each, so it is no division."""
+        config = self._config(grid=1, cluster=ranks, block=_THREADS, shmem_size=self._shared)
+        return int(self._kernel.occupancy.max_active_clusters(config, stream=self._any_stream))
+
+    def ranks(self, tokens: int, tiles: int) -> int:
+        """CTAs that share a token: as many as still run all at once, since a second wave costs more than they save."""
+        fitting = (ranks for ranks in _RANKS if ranks <= tiles and tokens <= self._clusters[ranks])
+        return next(fitting, 1)
+
+    def launch(self, stream: int, clusters: int, ranks: int, arguments: list[Any]) -> None:
+        shape = {"cluster": ranks} if ranks > 1 else {}
+        config = self._config(grid=clusters, block=_THREADS, shmem_size=self._shared, **shape)
+        self._launch(_Stream(stream), config, self._kernel, *arguments)
+
+
+@cache
+def _loaded(build: Build, device: int) -> _Kernel:
+    return _Kernel(build, device)

@@ -1,0 +1,96 @@
+"""CUDA C++ of ours: compiled by NVRTC, which torch's CUDA wheels bring, and kept on disk, so no compiler is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from dsv41.errors import BackendError
+
+INSTALL = "`pip install cuda-core[cu13]`"
+
+
+def source(name: str) -> str:
+    """The text of `backends/cuda/kernels/<name>.cu`."""
+    return files("dsv41.backends.cuda").joinpath("kernels", f"{name}.cu").read_text()
+
+
+def cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
+    """The machine code of a kernel for `arch`, such as "sm_90a", with macros defined: from the cache, or compiled.
+
+    Raises BackendError where NVRTC is missing or refuses the source.
+    """
+    text = source(name)
+    key = hashlib.sha256(repr((text, arch, sorted(defines.items()), _version())).encode()).hexdigest()
+    kept = cache_folder() / f"{name}-{arch}-{key[:24]}.cubin"
+    if not kept.is_file():
+        code = _compile(name, text, arch, defines)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=kept.parent, delete=False) as part:
+            part.write(code)
+        os.replace(part.name, kept)  # whole or not at all, whoever else compiles the same
+    return kept.read_bytes()
+
+
+def missing() -> str | None:
+    """Why no kernel can be compiled here; None where one can."""
+    try:
+        _version()
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: `DSV41_CACHE_DIR`, or `dsv41` in the user's cache folder."""
+    if folder := os.environ.get("DSV41_CACHE_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv41"
+
+
+def _compile(name: str, text: str, arch: str, defines: Mapping[str, int]) -> bytes:
+    core = _core()
+    options = core.ProgramOptions(
+        name=f"{name}.cu", arch=arch, std="c++17", define_macro=[(key, str(value)) for key, value in defines.items()]
+    )
+    try:
+        code = core.Program(text, "c++", options).compile("cubin").code
+    except Exception as error:
+        raise BackendError(
+            f"{name}.cu does not compile for {arch} with {dict(defines)} ({type(error).__name__}: {error}): expected "
+            f"an NVRTC of CUDA 12.4 or newer, which knows {arch}; {INSTALL}"
+        ) from error
+    return bytes(code)
+
+
+@cache
+def _core() -> Any:
+    try:
+        import cuda.core
+
+        return cuda.core
+    except Exception as error:
+        raise BackendError(
+            f"cuda.core cannot be imported ({type(error).__name__}: {error}), which compiles and launches our CUDA "
+            f"kernels: expected it with NVRTC; {INSTALL}"
+        ) from error
+
+
+@cache
+def _version() -> tuple[int, int]:
+    _core()
+    from cuda.bindings import nvrtc
+
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # whatever the search for its shared library raises
+        raise BackendError(f"NVRTC cannot be loaded ({error}): expected that of CUDA 13; {INSTALL}") from error
+    if int(status):
+        raise BackendError(f"NVRTC does not tell its version ({status.name}): expected a working one; {INSTALL}")
+    return major, minor

@@ -1,0 +1,242 @@
+"""The kernel for few heads: compiled anywhere, run against float64 where there is a Hopper GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv41.backends.cuda import nvrtc
+from dsv41.backends.cuda.few_heads import ARCH, BUILDS, Build, build_for, few_heads
+from dsv41.errors import BackendError
+from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
+from dsv41.hal.records import Dialect, v4_584
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+compiles = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+
+
+# Anywhere
+
+
+@compiles
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_it_compiles_without_spills_and_two_fit_on_a_multiprocessor(build: Build) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    code = nvrtc.cubin("few_heads", ARCH, build.defines)
+    path = nvrtc.cache_folder() / "figures.cubin"
+    path.write_bytes(code)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    figures = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
+    assert figures["STACK"] + figures["LOCAL"] == 0
+    assert figures["REG"] <= 168  # five warps on four schedulers, twice
+    assert 2 * (build.shared_bytes + 1024) <= 228 * 1024
+
+
+@compiles
+def test_too_little_shared_memory_is_refused_by_the_source() -> None:
+    short = BUILDS[0].defines | {"SHARED_BYTES": BUILDS[0].shared_bytes - 64}
+    with pytest.raises(BackendError, match="the launch gives less"):
+        nvrtc.cubin("few_heads", ARCH, short)
+
+
+@compiles
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV41_CACHE_DIR", str(tmp_path))
+    code = nvrtc.cubin("few_heads", ARCH, BUILDS[0].defines)
+    [kept] = tmp_path.iterdir()
+    assert kept.read_bytes() == code
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert nvrtc.cubin("few_heads", ARCH, BUILDS[0].defines) == code
+
+
+def test_the_smallest_build_is_taken() -> None:
+    assert [build_for(heads).heads for heads in (1, 8, 9, 16)] == [8, 8, 16, 16]
+    with pytest.raises(BackendError, match="given 17 query heads: expected at most 16"):
+        build_for(17)
+
+
+# On a Hopper GPU
+
+
+def cache_of(pages: int, page_size: int, seed: int) -> PagedCache:
+    """Normal rows in all pages but the last, whose bytes are all NaN or worse."""
+    layout = CacheLayout(v4_584(Dialect.OCP), page_size, ScalePlacement.PAGE)
+    cache = PagedCache.allocate(layout, pages, torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(seed)
+    slots = torch.arange((pages - 1) * page_size, device="cuda")
+    cache.write(slots, torch.randn(len(slots), 512, generator=generator, device="cuda"))
+    cache.data[-1] = 255
+    return cache
+
+
+def rows_of(cache: PagedCache, tokens: int, width: int, seed: int, holes: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Indices with holes, and lengths from nothing to everything."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    last = (cache.num_pages - 1) * cache.layout.page_size
+    indices = torch.randint(last, (tokens, width), generator=generator, device="cuda", dtype=torch.int32)
+    indices[torch.rand(tokens, width, generator=generator, device="cuda") < holes] = -1
+    lengths = torch.randint(width + 1, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
+    lengths[: min(tokens, 3)] = torch.tensor([width, 0, 1], device="cuda", dtype=torch.int32)[: min(tokens, 3)]
+    beyond = torch.arange(width, device="cuda") >= lengths[:, None]
+    indices[beyond] = last + 1  # which is NaN, were it looked at
+    return indices, lengths
+
+
+def exact(q: Tensor, sink: Tensor, scale: float, parts: list[tuple[PagedCache, Tensor, Tensor]]) -> Tensor:
+    """In float64."""
+    rows, live = [], []
+    for cache, indices, lengths in parts:
+        there = (torch.arange(indices.shape[1], device="cuda") < lengths[:, None]) & (indices >= 0)
+        read = cache.read(torch.where(there, indices, 0).long().flatten()).double().view(*indices.shape, 512)
+        rows.append(torch.where(there[:, :, None], read, 0.0))
+        live.append(there)
+    kv, there = torch.cat(rows, 1), torch.cat(live, 1)
+    scores = (q.double() @ kv.transpose(1, 2) * scale).masked_fill(~there[:, None], -math.inf)
+    with_sink = torch.cat((scores, sink.double()[None, :, None].expand(len(q), -1, 1)), dim=2)
+    weights = torch.softmax(with_sink, -1)[:, :, :-1].nan_to_num(0.0)
+    return weights @ kv
+
+
+def run(
+    q: Tensor, heads: int, sink: Tensor, scale: float, parts: list[tuple[PagedCache, Tensor, Tensor]], out: Tensor
+) -> None:
+    given: list[object] = []
+    for cache, indices, lengths in parts:
+        given += [cache.data, cache.layout.page_size, indices, lengths]
+    given += [None, 1, None, None][: 8 - len(given)]
+    few_heads(q, heads, sink, scale, *given, out)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [1, 2, 4, 7, 8, 9, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 20, 47, 100, 300, 700])
+@pytest.mark.parametrize("with_compressed", [True, False], ids=["both", "window only"])
+def test_it_agrees_with_float64(heads: int, tokens: int, with_compressed: bool) -> None:
+    parts = [(cache := cache_of(9, 64, 1), *rows_of(cache, tokens, 128, 2))]
+    if with_compressed:
+        parts.append((cache := cache_of(40, 16, 3), *rows_of(cache, tokens, 512, 4)))
+    q = torch.randn(tokens, heads + 3, 512, device="cuda").bfloat16()
+    q[:, heads:] = math.nan
+    sink = torch.randn(heads, device="cuda")
+    sink[0] = -math.inf
+    out = torch.full_like(q, math.nan)
+    run(q, heads, sink, 512**-0.5, parts, out)
+    assert out[:, heads:].isnan().all()
+    expected = exact(q[:, :heads], sink, 512**-0.5, parts)
+    assert error(out[:, :heads], expected) < 4e-3
+    again = torch.full_like(q, math.nan)
+    for _ in range(20):
+        run(q, heads, sink, 512**-0.5, parts, again)
+        assert torch.equal(again[:, :heads], out[:, :heads])
+
+
+@on_hopper
+@pytest.mark.parametrize("tokens", [2, 300])
+@pytest.mark.parametrize("preset", ["wide scales", "smallest scales", "largest scales", "large queries", "outliers"])
+def test_no_range_is_too_wide(preset: str, tokens: int) -> None:
+    cache = cache_of(9, 64, 1)
+    footer = cache.data[:-1, 64 * 576 : 64 * 584].view(-1, 64, 8)
+    q = torch.randn(tokens, 16, 512, device="cuda")
+    if preset == "wide scales":
+        footer.copy_(torch.randint(87, 167, footer.shape, device="cuda", dtype=torch.uint8))
+        q *= 1e-9
+    elif preset == "smallest scales":
+        footer.fill_(0)
+        cache.data[:-1, : 64 * 576].view(-1, 64, 576)[:, :, 448:] = 0
+    elif preset == "largest scales":
+        footer.fill_(127 + 110)
+        q *= 2.0**-115
+    elif preset == "large queries":
+        q *= 1e4
+    else:
+        q[:, :, ::100] *= 100
+    parts = [(cache, *rows_of(cache, tokens, 640, 2, holes=0.0))]
+    parts[0][2][1] = 5
+    sink = torch.full((16,), -math.inf, device="cuda")
+    out = torch.full((tokens, 16, 512), math.nan, device="cuda").bfloat16()
+    run(q.bfloat16(), 16, sink, 512**-0.5, parts, out)
+    expected = exact(q.bfloat16(), sink, 512**-0.5, parts)
+    assert error(out, expected) < 4e-3
+
+
+@on_hopper
+def test_subnormal_codes_count() -> None:
+    """Codes below 2**-6 are subnormals of e4m3, and of the bf16 that the kernel makes of them."""
+    cache = cache_of(3, 64, 1)
+    data = cache.data[:-1, : 64 * 576].view(-1, 64, 576)
+    data[:, :, :448] = torch.randint(1, 8, (2, 64, 448), device="cuda", dtype=torch.uint8)
+    data[:, :, 448:] = 0
+    parts = [(cache, *rows_of(cache, 4, 128, 2))]
+    q, sink = torch.randn(4, 8, 512, device="cuda").bfloat16(), torch.zeros(8, device="cuda")
+    out = torch.empty_like(q)
+    run(q, 8, sink, 512**-0.5, parts, out)
+    expected = exact(q, sink, 512**-0.5, parts)
+    assert error(out, expected) < 4e-3
+    assert expected.abs().max() > 0
+
+
+@on_hopper
+@pytest.mark.parametrize("sink", [math.inf, -math.inf, 200.0, -200.0])
+def test_any_sink(sink: float) -> None:
+    parts = [(cache := cache_of(9, 64, 1), *rows_of(cache, 5, 128, 2))]
+    q, sinks = torch.randn(5, 8, 512, device="cuda").bfloat16(), torch.full((8,), sink, device="cuda")
+    out = torch.full_like(q, math.nan)
+    run(q, 8, sinks, 512**-0.5, parts, out)
+    assert out.isfinite().all()
+    assert not out[1].any()  # the token of no keys
+    expected = torch.zeros(()) if sink > 100 else exact(q, sinks, 512**-0.5, parts)
+    assert float((out.double().cpu() - expected.cpu()).norm()) < 1e-1
+
+
+@on_hopper
+@pytest.mark.parametrize("tokens", [4, 300])
+def test_a_graph_follows_its_tensors(tokens: int) -> None:
+    parts = [(cache := cache_of(9, 64, 1), *rows_of(cache, tokens, 128, 2))]
+    q, sink = torch.randn(tokens, 16, 512, device="cuda").bfloat16(), torch.zeros(16, device="cuda")
+    out = torch.empty_like(q)
+    run(q, 16, sink, 0.05, parts, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(q, 16, sink, 0.05, parts, out)
+    for seed in range(3):
+        indices, lengths = rows_of(cache, tokens, 128, 10 + seed)
+        parts[0][1].copy_(indices)
+        parts[0][2].copy_(lengths)
+        q.normal_()
+        graph.replay()
+        found = out.clone()
+        run(q, 16, sink, 0.05, parts, out)
+        assert torch.equal(found, out)
+
+
+@on_hopper
+def test_the_op_is_declared_right() -> None:
+    parts = [(cache := cache_of(3, 64, 1), *rows_of(cache, 5, 128, 2))]
+    q = torch.randn(5, 8, 512, device="cuda").bfloat16()
+    arguments = (
+        q,
+        8,
+        torch.zeros(8, device="cuda"),
+        0.05,
+        cache.data,
+        64,
+        *parts[0][1:],
+        None,
+        1,
+        None,
+        None,
+        q.clone(),
+    )
+    torch.library.opcheck(few_heads, arguments)
