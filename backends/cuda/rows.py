@@ -36,9 +36,10 @@ def _gather_rows(
         found = tl.load(pages + request * pages_stride + page, live & (page < table_width), other=-1).to(tl.int64)
         slot = found * F.page_size + (first + place) % F.page_size
         source = (cache, cache_pool, cache_scale, cache_stride, cache_pool_stride)
-        for dim in tl.static_range(0, F.dim, _SLICE):
-            x = load_rows(source, slot, live & (found >= 0), dim, _SLICE, F)
-            at = (target + place)[:, None] * F.dim + dim + tl.arange(0, _SLICE)[None, :]
+        SLICES: tl.constexpr = F.dim // _SLICE
+        for i in tl.static_range(SLICES):
+            x = load_rows(source, slot, live & (found >= 0), i * _SLICE, _SLICE, F)
+            at = (target + place)[:, None] * F.dim + i * _SLICE + tl.arange(0, _SLICE)[None, :]
             tl.store(out + at, narrow(x, tl.bfloat16), live[:, None])
 
 

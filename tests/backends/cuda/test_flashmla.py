@@ -20,10 +20,12 @@ pytest.importorskip("triton")
 from dsv41 import graph
 from dsv41.backends.cuda import prefill
 from dsv41.backends.cuda.flashmla import FlashMLABackend, FlashMLAPlan, SelectedRows
+from dsv41.backends.cuda.layouts import check_readable
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.bench import make_work, our_call, random_caches
 from dsv41.checkpoint import load_checkpoint
 from dsv41.errors import BackendError, LayoutError
+from dsv41.hal.builtin import FLASHMLA
 from dsv41.hal.device import Device
 from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
 from dsv41.hal.records import Dialect, v4_584, v41_528
@@ -35,6 +37,7 @@ from dsv41.synthetic import make_checkpoint
 from ...model.test_graph import Rehearsal
 from ...model.toys import MAX_LEN, TOY, dyadic_checkpoint, signs
 from ...wording import refused
+from ..portable.test_backend import on_meta
 from .common import BF16, POISON, OnCpu, Twins, agree, backend, make_stack
 from .flash_mla_double import FlashMLA, Schedule, WithOut
 
@@ -71,15 +74,18 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
 # Steps beside the reference
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("fewest", [512, 4], ids=["records in place", "gathered"])
+@pytest.mark.parametrize(
+    ("kind", "arch", "fewest"),
+    [(FlashMLA, "sm_90", 512), (WithOut, "sm_100", 4)],
+    ids=["records in place", "gathered, into what it is given"],
+)
 def test_every_kind_of_step_gives_what_the_reference_does(
-    dyadic: Path, arch: str, fewest: int, monkeypatch: pytest.MonkeyPatch
+    dyadic: Path, kind: type[FlashMLA], arch: str, fewest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill, decode, both at once, several tokens, padding, no tokens at all."""
     monkeypatch.setattr(prefill, "FEWEST_TOKENS", fewest)
-    library = (WithOut if arch == "sm_100" else FlashMLA)(arch)
-    twins = Twins(dyadic, backend(library, arch), [0, *BOTH_RATIOS] if fewest == 4 else None)
+    library = kind(arch)
+    twins = Twins(dyadic, backend(library, arch), None if fewest == 512 else [0, *BOTH_RATIOS])
     one, two, three = twins.add(), twins.add(), twins.add()
     steps: list[tuple[dict[int, int], dict[str, Any]]] = [
         ({one: 13, two: 1}, {"pad_to": 15}),
@@ -102,7 +108,7 @@ def test_every_kind_of_step_gives_what_the_reference_does(
 def test_a_long_chunk_amid_others_is_gathered_and_they_are_not(dyadic: Path) -> None:
     """Requests that hold much or little, one that has no token, and padding, which the last call takes along."""
     library = FlashMLA()
-    twins = Twins(dyadic, backend(library), BOTH_RATIOS, max_requests=5)
+    twins = Twins(dyadic, backend(library), [1], max_requests=5)
     requests = [twins.add() for _ in range(5)]
     twins.step(dict(zip(requests, (1, 9, 2, 3, 1), strict=True)))
     del library.calls[:]
@@ -343,18 +349,13 @@ def test_a_captured_step_is_the_eager_one_bit_for_bit(dyadic: Path, monkeypatch:
         assert all(torch.equal(found[r], expected[r]) for r in inputs)
 
 
-class Meta(FlashMLA):
-    """Its tensors have no numbers to ask for."""
-
-
 @pytest.mark.parametrize("fewest", [512, 4], ids=["records in place", "gathered"])
 def test_a_step_asks_the_device_nothing(dyadic: Path, fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ..portable.test_backend import on_meta
-
+    """Tensors of the meta device have no numbers to ask for."""
     monkeypatch.setattr("dsv41.backends.reference.backend.count_nan", lambda weight: 0)
     monkeypatch.setattr(prefill, "FEWEST_TOKENS", fewest)
     tested = FlashMLABackend(device="meta", facts=Device.gpu("sm_90", 0))
-    tested.library = library = Meta()
+    tested.library = library = FlashMLA()
     checkpoint = load_checkpoint(dyadic, dtype=BF16)
     weights = {layer: on_meta(w) for layer, w in checkpoint.weights.items()}
     stack = AttentionStack(replace(checkpoint, weights=weights), tested, max_len=MAX_LEN)
@@ -393,8 +394,6 @@ def test_heads_are_padded_to_64_or_128() -> None:
 @pytest.mark.parametrize("name", ["auto", "fp8", "fp8_ds_mla", "fp8_ds_mla_v4"])
 @pytest.mark.parametrize("index", ["auto", "mxfp4", "fp8", "float32"])
 def test_every_name_is_the_584_byte_record(name: str, index: str) -> None:
-    from dsv41.hal.builtin import FLASHMLA
-
     tested = FlashMLABackend(kv_cache_dtype=name, index_cache_dtype=index)
     assert tested.kv_cache_dtype == "fp8_ds_mla" == FLASHMLA.packed_kv_cache_dtype
     for layout in (tested.layouts.window, tested.layouts.compressed):
@@ -453,8 +452,6 @@ def test_caches_that_the_library_would_misread_are_refused(dyadic: Path) -> None
 
 
 def test_a_cache_of_more_rows_than_32_bits_count_is_refused(dyadic: Path) -> None:
-    from dsv41.backends.cuda.layouts import check_readable
-
     layout = FlashMLABackend().layouts.window
     data = torch.empty((1 << 31) // 65, layout.stride, dtype=torch.uint8, device="meta")
     check_readable("it", PagedCache(layout, data[:-1]), layout, "sm_90")
@@ -483,7 +480,6 @@ def test_the_library_is_imported_with_the_first_plan(monkeypatch: pytest.MonkeyP
     for name in ("get_mla_metadata", DECODE, PREFILL):
         setattr(module, name, getattr(library, name))
     monkeypatch.setitem(sys.modules, "flash_mla", module)
-    Twins(dyadic, OnCpu(device="cpu"), [0]).step({0: 1} if library.calls else {})
     session = Session(stack, max_requests=1)
     session.step({session.add_request(): signs(1, TOY.hidden_size).to(BF16)})
     assert library.names() == [DECODE]
