@@ -14,4 +14,5 @@ if find_spec("triton") and not torch.cuda.is_available():
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         import triton.experimental.gluon  # noqa: F401  (otherwise imported at the first launch, too late)
 
+        import dsv41.backends.cuda.flashmla
         import dsv41.backends.portable.backend  # noqa: F401  (and with it every kernel)

@@ -142,6 +142,12 @@ cpu       reference         reference         reference         reference       
 BEYOND_128_HEADS = {"aiter": "aiter"}
 # Where a phase changes it: a non-causal draft block does not fit trtllm-gen's fixed window columns.
 DRAFTING = {(arch, dtype): "portable" for arch in ("sm_100", "sm_103") for dtype in ("bfloat16", "fp8_e4m3")}
+# What this version gives where it does not contain what is meant, and where it does: portable, unless it is listed.
+HERE = {
+    (intended, dtype): "flashmla"
+    for intended in ("flashmla", "flashmla-mega")
+    for dtype in ("auto", "fp8", "fp8_ds_mla")
+}
 
 
 def _expected(arch: str, dtype: str, phase: str, heads: int, base: str) -> str:
@@ -174,9 +180,10 @@ def test_fr_01_what_each_device_gets(arch: str, dtype: str, base: str) -> None:
         report = explain_backends(
             platform=platform, config=model, tp_size=tp_size, kv_cache_dtype=dtype, phases=(phase,)
         )
-        assert report.intended == _expected(arch, dtype, phase, heads, base), (phase, heads)
-        here = "reference" if arch == "cpu" or heads > 128 else "portable"
-        assert report.chosen == here, "no vendor backend is part of this version"
+        intended = _expected(arch, dtype, phase, heads, base)
+        assert report.intended == intended, (phase, heads)
+        here = "reference" if arch == "cpu" or heads > 128 else HERE.get((intended, dtype), "portable")
+        assert report.chosen == here, (phase, heads)
 
 
 def test_fr_01_the_table_covers_every_format_and_the_reports_archs() -> None:
@@ -190,7 +197,7 @@ def test_fr_01_the_table_covers_every_format_and_the_reports_archs() -> None:
 
 def test_fr_02_every_unmet_requirement_is_listed_at_once() -> None:
     report = explain_backends(platform=machine("sm_121"), config=MODELS[256][0], kv_cache_dtype="bfloat16")
-    assert classes(report, "flashmla") == {"arch", "dtype", "shape", "library", "planned"}
+    assert classes(report, "flashmla") == {"arch", "dtype", "shape", "library"}
     assert classes(report, "flashmla-mega") == {"arch", "dtype", "shape", "library", "planned"}
     assert classes(report, "flashinfer-sm120") == {"dtype", "shape", "library", "planned"}
     assert classes(report, "aiter") == {"arch", "library", "planned"}
@@ -287,7 +294,7 @@ def test_fr_10_the_reference_on_a_gpu_names_what_brings_the_portable_kernels() -
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("libraries", [EVERYTHING, {"triton": EVERYTHING["triton"]}], ids=["all there", "Triton alone"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120", "gfx942", "gfx950"])
 def test_portable_warns_of_nothing_that_this_version_does_not_contain(
     arch: str, libraries: dict[str, Library], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,6 +304,18 @@ def test_portable_warns_of_nothing_that_this_version_does_not_contain(
         report = selected(machine(arch, **libraries))
     assert report.chosen == "portable"
     assert report.is_stopgap == (report.intended != "portable") == ("once dsv41 contains it" in caplog.text)
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_flashmla_runs_where_it_is_installed_and_is_asked_for_where_it_is_not(arch: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = selected(full(arch))
+    assert report.chosen == "flashmla"
+    assert report.is_stopgap == (arch == "sm_100")
+    with pytest.warns(SlowBackendWarning, match=r"portable is not the fastest backend .* flashmla: flash_mla is not"):
+        assert selected(machine(arch, triton=EVERYTHING["triton"])).chosen == "portable"
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -727,8 +746,8 @@ def test_a_report_is_plain_data_too() -> None:
     import json
 
     data = json.loads(json.dumps(explain_backends(platform=full("sm_90")).to_dict()))
-    assert (data["chosen"], data["intended"], data["device"]["key"]) == ("portable", "flashmla", "cuda:0")
-    assert data["backends"]["flashmla"]["reasons"][0]["class"] == "planned"
+    assert (data["chosen"], data["intended"], data["device"]["key"]) == ("flashmla", "flashmla", "cuda:0")
+    assert data["backends"]["flashmla-mega"]["reasons"][0]["class"] == "arch"
     assert data["request"]["geometry"]["num_heads"] == 64
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).parents[3] / "backends" / "portable").glob("*.py"))
+BACKENDS = Path(__file__).parents[3] / "backends"
+FILES = sorted(path for room in ("portable", "cuda") for path in (BACKENDS / room).glob("*.py"))
 
 DISTANCE = re.compile(r"stride|^num_|^width$|_width$|^capacity$|_capacity$")
 """Arguments that are a distance or a size known only at run time."""
