@@ -3,36 +3,65 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from dsv41.errors import BackendError
 
 ENV_KERNEL = "DSV41_FLASHMLA_KERNEL"
-FLASHMLA, PORTABLE = "flashmla", "portable"
-KERNELS = (FLASHMLA, PORTABLE)
+FLASHMLA, FEW_HEADS, PORTABLE = "flashmla", "few-heads", "portable"
+KERNELS = (FLASHMLA, FEW_HEADS, PORTABLE)
+MOST_FEW = 16
+"""Heads that the kernel for few heads takes."""
 
 _EVER = 1 << 62
-# For at most so many heads: the kernel for at most so many tokens. Typed by hand from docs/performance.md, "Attention
-# of the portable backend on one H200": FlashMLA, padded to 64 heads, is faster than the portable kernels at every
-# measured size (8, 16 and 64 heads, 1 to 4096 tokens), by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64.
-# Larger head counts were not measured; they go with 64.
-_TABLE: dict[int, dict[int, str]] = {
-    16: {_EVER: FLASHMLA},
-    128: {_EVER: FLASHMLA},
+# By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
+# docs/performance.md. "Few heads on one H200": the kernel for few heads takes 0.52 to 0.82 of the time of FlashMLA,
+# which pads to 64 heads, at 1 to 512 tokens. "Attention of the portable backend on one H200": FlashMLA is faster than
+# the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64. Head counts over 64 and
+# SM100 were not measured.
+_TABLES: dict[str, dict[int, dict[int, str]]] = {
+    "sm_90": {MOST_FEW: {_EVER: FEW_HEADS}, 128: {_EVER: FLASHMLA}},
+    "sm_100": {128: {_EVER: FLASHMLA}},
+    "sm_103": {128: {_EVER: FLASHMLA}},
 }
 
 
-def choose(num_heads: int, num_tokens: int) -> str:
-    """The name of the kernel for a call of `num_tokens` tokens with `num_heads` live heads: what DSV41_FLASHMLA_KERNEL
-    names, or else the fastest that was measured.
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of each call on `arch`: what DSV41_FLASHMLA_KERNEL named when this was made, or else the fastest that
+    was measured, of those that are there: `few_heads` says whether the kernel of that name is."""
 
-    Raises BackendError where the variable names no kernel.
-    """
-    if (named := os.environ.get(ENV_KERNEL, "").strip().lower()) and named != "auto":
+    arch: str
+    few_heads: bool
+    named: str | None = None
+
+    @staticmethod
+    def read(arch: str, few_heads: bool) -> Choice:
+        """Raises BackendError where the variable names no kernel, or one that is not there."""
+        named = os.environ.get(ENV_KERNEL, "").strip().lower()
+        if named in ("", "auto"):
+            return Choice(arch, few_heads)
         if named not in KERNELS:
             raise BackendError(
                 f"{ENV_KERNEL} is {os.environ[ENV_KERNEL]!r}: expected auto, {', '.join(KERNELS)}; name one of these, "
                 "or unset it"
             )
-        return named
-    by_tokens = next(row for most, row in _TABLE.items() if num_heads <= most)
-    return next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
+        if named == FEW_HEADS and not few_heads:
+            raise BackendError(
+                f"{ENV_KERNEL} is {FEW_HEADS!r}, which does not run here: expected an sm_90 GPU, this is {arch}, and "
+                "cuda.core with NVRTC (`pip install cuda-core[cu13]`); unset it"
+            )
+        return Choice(arch, few_heads, named)
+
+    def kernel(self, num_heads: int, num_tokens: int) -> str:
+        """Of a call of `num_tokens` tokens with `num_heads` live heads. FEW_HEADS by name serves what it can."""
+        if self.named is not None and (self.named != FEW_HEADS or num_heads <= MOST_FEW):
+            return self.named
+        table = _TABLES.get(self.arch, _TABLES["sm_100"])
+        by_tokens = next(row for most, row in table.items() if num_heads <= most)
+        best = next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
+        return best if best != FEW_HEADS or self.few_heads else FLASHMLA
+
+    def pads(self, num_heads: int) -> bool:
+        """Whether some call with so many heads is FlashMLA's, which takes 64 or 128."""
+        return any(self.kernel(num_heads, tokens) == FLASHMLA for tokens in (1, _EVER))

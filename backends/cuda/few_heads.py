@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dsv41.backends.cuda import nvrtc
+from dsv41.backends.cuda.choice import MOST_FEW
 from dsv41.errors import BackendError
 
-MAX_HEADS = 16
 ARCH = "sm_90a"
 RECORD_BYTES = 584
 _KEYS, _DIMS, _THREADS = 32, 512, 160
@@ -50,7 +50,7 @@ def build_for(num_heads: int) -> Build:
         if num_heads <= build.heads:
             return build
     raise BackendError(
-        f"the few-heads kernel was given {num_heads} query heads: expected at most {MAX_HEADS}; use another kernel"
+        f"the few-heads kernel was given {num_heads} query heads: expected at most {MOST_FEW}; use another kernel"
     )
 
 

@@ -1,12 +1,14 @@
 """FlashMLA's sparse attention over 584-byte records (SM90, SM100); everything around it is the portable backend's.
 
 Two of its kernels: one that reads records in place, for decode and for whatever is not worth more, and one for prefill
-over rows gathered in bf16 (`prefill.py` decides). Queries come rotated, and `o_proj` rotates the output back.
+over rows gathered in bf16 (`prefill.py` decides). Where few heads would be padded to 64, a kernel of our own is faster
+(`choice.py` decides). Queries come rotated, and `o_proj` rotates the output back.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv41.backends.cuda.choice import FLASHMLA, PORTABLE, choose
+from dsv41.backends.cuda import nvrtc
+from dsv41.backends.cuda.choice import FEW_HEADS, FLASHMLA, PORTABLE, Choice
+from dsv41.backends.cuda.few_heads import few_heads
 from dsv41.backends.cuda.layouts import check_readable
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, cut, most_rows
 from dsv41.backends.cuda.rows import clear_unseeing, gather_rows
@@ -87,7 +91,11 @@ class FlashMLABackend(PortableBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        choose(1, 1)  # so that a kernel wrongly named in the environment is refused before any weight is touched
+        hopper = self.device.type == "cuda" and self.arch == "sm_90"
+        missing = nvrtc.missing() if hopper else None
+        self.choice = Choice.read(self.arch, few_heads=hopper and missing is None)
+        if missing is not None:
+            warnings.warn(f"up to 16 heads a rank are padded to 64, at about twice the time: {missing}", stacklevel=2)
 
     @cached_property
     def library(self) -> Any:
@@ -106,7 +114,7 @@ class FlashMLABackend(PortableBackend):
                 f"{self.name} was given {num_heads} query heads on a rank: expected 1 to {_HEADS[-1]}, which are "
                 f"padded to {' or '.join(map(str, _HEADS))}; use a larger tp_size, or the reference"
             )
-        return next(heads for heads in _HEADS if heads >= num_heads)
+        return next(heads for heads in _HEADS if heads >= num_heads) if self.choice.pads(num_heads) else num_heads
 
     def resolve_layouts(self, kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, str, CacheLayouts]:
         """Every name that is taken means the 584-byte record, scales behind a page's rows. Its pages are padded to a
@@ -131,8 +139,8 @@ class FlashMLABackend(PortableBackend):
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
     ) -> None:
         """By the kernel that `choose` names. Where the library brings a new tensor, `out.data` becomes that one."""
-        kernels = {FLASHMLA: self._attend, PORTABLE: self._attend_portably}
-        kernels[choose(layer.spec.num_heads, inputs.q.shape[0])](inputs, layer, selection, plan, out)
+        kernels = {FLASHMLA: self._attend, FEW_HEADS: self._attend_few_heads, PORTABLE: self._attend_portably}
+        kernels[self.choice.kernel(layer.spec.num_heads, len(inputs.q))](inputs, layer, selection, plan, out)
 
     # Hooks
 
@@ -177,16 +185,36 @@ class FlashMLABackend(PortableBackend):
             selection = replace(selection, derived=selection.derived.slots)
         super().forward_mqa(inputs, layer, selection, plan, out)
 
+    def _attend_few_heads(
+        self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
+    ) -> None:
+        step, spec, caches = plan.extra, layer.spec, layer.caches
+        assert isinstance(step, FlashMLAPlan) and caches is not None
+        compressed: tuple[Any, ...] = (None, 1, None, None)
+        if selection is not None:
+            assert caches.compressed is not None
+            chosen: SelectedRows = selection.derived
+            cache = caches.compressed
+            compressed = (cache.data, cache.layout.page_size, chosen.indices, chosen.lengths)
+        few_heads(
+            self._bfloat16(inputs.q),
+            spec.num_heads,
+            layer.weights.attn_sink,
+            spec.scale,
+            caches.window.data,
+            caches.window.layout.page_size,
+            step.window,
+            step.window_lengths,
+            *compressed,
+            out.data,
+        )
+        out.rotated_back = False
+
     def _attend(
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
     ) -> None:
-        step, q = plan.extra, inputs.q
+        step, q = plan.extra, self._bfloat16(inputs.q)
         assert isinstance(step, FlashMLAPlan)
-        if q.dtype != torch.bfloat16:
-            raise BackendError(
-                f"{self.name} was given queries in {q.dtype}: expected bfloat16, in which its kernels compute; load "
-                "the checkpoint with dtype=torch.bfloat16, or use the portable backend"
-            )
         out.rotated_back = False
         if len(q) == 0:
             return
@@ -285,6 +313,14 @@ class FlashMLABackend(PortableBackend):
             call(function, **arguments, out=out.data[tokens])
         else:
             _put(out, tokens, call(function, **arguments)[0])
+
+    def _bfloat16(self, q: Tensor) -> Tensor:
+        if q.dtype != torch.bfloat16:
+            raise BackendError(
+                f"{self.name} was given queries in {q.dtype}: expected bfloat16, in which its kernels compute; load "
+                "the checkpoint with dtype=torch.bfloat16, or use the portable backend"
+            )
+        return q
 
     @cached_property
     def _takes_out(self) -> dict[str, bool]:

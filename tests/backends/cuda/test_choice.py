@@ -4,32 +4,53 @@ from __future__ import annotations
 
 import pytest
 
-from dsv41.backends.cuda.choice import KERNELS, choose
+from dsv41.backends.cuda.choice import KERNELS, Choice
 from dsv41.errors import BackendError
 
 from ...wording import refused
 
+TOKENS = [0, 1, 32, 512, 4096, 1 << 20]
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSV41_FLASHMLA_KERNEL", raising=False)
+
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
-@pytest.mark.parametrize("tokens", [0, 1, 32, 512, 4096, 1 << 20])
-def test_flashmla_is_faster_at_every_size_that_was_measured(
-    heads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("value", [None, "", " ", "auto"])
+def test_the_table_names_what_was_measured_to_be_faster(
+    heads: int, value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for value in (None, "", " ", "auto"):
-        monkeypatch.delenv("DSV41_FLASHMLA_KERNEL", raising=False)
-        if value is not None:
-            monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", value)
-        assert choose(heads, tokens) == "flashmla"
+    if value is not None:
+        monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", value)
+    for tokens in TOKENS:
+        assert Choice.read("sm_90", True).kernel(heads, tokens) == ("few-heads" if heads <= 16 else "flashmla")
+        assert Choice.read("sm_90", False).kernel(heads, tokens) == "flashmla"
+        assert Choice.read("sm_100", False).kernel(heads, tokens) == "flashmla"
+    assert Choice.read("sm_90", True).pads(heads) == (heads > 16)
+    assert Choice.read("sm_100", False).pads(heads)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_environment_decides_where_it_says_something(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (kernel, f" {kernel.upper()}\n"):
         monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", value)
-        assert choose(8, 1) == choose(64, 4096) == kernel
+        assert {Choice.read("sm_90", True).kernel(8, tokens) for tokens in TOKENS} == {kernel}
+
+
+def test_more_heads_than_few_are_flashmlas_whatever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "few-heads")
+    assert Choice.read("sm_90", True).kernel(17, 1) == "flashmla"
 
 
 def test_a_name_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "triton")
     with refused(BackendError, "DSV41_FLASHMLA_KERNEL is 'triton'", *KERNELS):
-        choose(64, 1)
+        Choice.read("sm_90", True)
+
+
+def test_a_kernel_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "few-heads")
+    with refused(BackendError, "'few-heads', which does not run here", "sm_90", "this is sm_100"):
+        Choice.read("sm_100", False)
