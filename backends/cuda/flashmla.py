@@ -131,6 +131,8 @@ class FlashMLABackend(PortableBackend):
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
     ) -> None:
         """By the kernel that `choose` names. Where the library brings a new tensor, `out.data` becomes that one."""
+        # One line for each of `choice.KERNELS`. What is planned and selected holds slots in both forms, so that any
+        # kernel can take any call.
         kernels = {FLASHMLA: self._attend, PORTABLE: self._attend_portably}
         kernels[choose(layer.spec.num_heads, inputs.q.shape[0])](inputs, layer, selection, plan, out)
 
@@ -226,14 +228,15 @@ class FlashMLABackend(PortableBackend):
         if selection is not None:
             assert caches.compressed is not None
             chosen: SelectedRows = selection.derived
-            # The lengths that the schedule was made for, or would be by any layer of this ratio. Only a selection that
-            # someone put in place of ours, or one without a batch, has fewer columns, and then its own.
+            # The lengths that any layer of this ratio would have the schedule planned for. A selection that someone put
+            # in place of ours may be too narrow for them, and rows known only by slot have none: then its own.
             visible = step.visible.get(spec.ratio)
-            whole = visible is not None and chosen.indices.shape[1] >= spec.topk
+            if visible is None or chosen.indices.shape[1] < spec.topk:
+                visible = chosen.lengths
             arguments |= {
                 "extra_k_cache": _record_view(caches.compressed),
                 "extra_indices_in_kvcache": chosen.indices[tokens, None],
-                "extra_topk_length": (visible if whole and visible is not None else chosen.lengths)[tokens],
+                "extra_topk_length": visible[tokens],
             }
         function = self.library.flash_mla_with_kvcache
         if self._takes_out["flash_mla_with_kvcache"]:

@@ -19,7 +19,7 @@ _SLICE = tl.constexpr(64)
 """Dims that are handled together. No record changes its encoding inside one."""
 
 
-@triton.jit(do_not_specialize=["pages_stride", "table_width"])
+@triton.jit(do_not_specialize=["pages_stride", "table_width"], do_not_specialize_on_alignment=["pages"])
 def _gather_rows(
     cache, cache_pool, cache_scale, cache_stride, cache_pool_stride, pages, pages_stride, table_width,
     spans, out, KIND: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr,
