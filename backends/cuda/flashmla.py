@@ -22,7 +22,7 @@ from dsv41.backends.cuda.choice import FEW_HEADS, FLASHMLA, PORTABLE, Choice
 from dsv41.backends.cuda.few_heads import few_heads
 from dsv41.backends.cuda.layouts import check_readable
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, cut, most_rows
-from dsv41.backends.cuda.rows import clear_unseeing, gather_rows
+from dsv41.backends.cuda.rows import gather_rows
 from dsv41.backends.cuda.tables import pack_gathered, pack_slots
 from dsv41.backends.cuda.vendor import call, load
 from dsv41.backends.portable.backend import PortableBackend
@@ -139,6 +139,7 @@ class FlashMLABackend(PortableBackend):
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
     ) -> None:
         """By the kernel that `choose` names. Where the library brings a new tensor, `out.data` becomes that one."""
+        # What is planned and selected holds slots in both forms, so that any kernel can take any call.
         kernels = {FLASHMLA: self._attend, FEW_HEADS: self._attend_few_heads, PORTABLE: self._attend_portably}
         kernels[self.choice.kernel(layer.spec.num_heads, len(inputs.q))](inputs, layer, selection, plan, out)
 
@@ -224,7 +225,6 @@ class FlashMLABackend(PortableBackend):
                 self._decode(q, layer, selection, step, run, schedule, out)
             else:
                 self._prefill(q, layer, selection, plan, run, run.gathered, out)
-        clear_unseeing(out.data, step.window_lengths, selection.derived.lengths if selection is not None else None)
 
     def _decode(
         self,
@@ -254,14 +254,15 @@ class FlashMLABackend(PortableBackend):
         if selection is not None:
             assert caches.compressed is not None
             chosen: SelectedRows = selection.derived
-            # The lengths that the schedule was made for, or would be by any layer of this ratio. Only a selection that
-            # someone put in place of ours, or one without a batch, has fewer columns, and then its own.
+            # The lengths that any layer of this ratio would have the schedule planned for. A selection that someone put
+            # in place of ours may be too narrow for them, and rows known only by slot have none: then its own.
             visible = step.visible.get(spec.ratio)
-            whole = visible is not None and chosen.indices.shape[1] >= spec.topk
+            if visible is None or chosen.indices.shape[1] < spec.topk:
+                visible = chosen.lengths
             arguments |= {
                 "extra_k_cache": _record_view(caches.compressed),
                 "extra_indices_in_kvcache": chosen.indices[tokens, None],
-                "extra_topk_length": (visible if whole and visible is not None else chosen.lengths)[tokens],
+                "extra_topk_length": visible[tokens],
             }
         function = self.library.flash_mla_with_kvcache
         if self._takes_out["flash_mla_with_kvcache"]:

@@ -87,7 +87,8 @@ def cut(batch: ForwardBatch, window: int, ratio: int, keys: int) -> list[Run]:
     (`max_seq_len`), whose lengths the host does not know.
     """
     whole = Run(slice(0, batch.num_tokens))
-    if batch.num_tokens < FEWEST_TOKENS or not batch.causal or batch.max_seq_len is not None:
+    queries = batch.query_start_loc_cpu.diff()
+    if not batch.causal or batch.max_seq_len is not None or int(queries[queries > 1].sum()) < FEWEST_TOKENS:
         return [whole]
     groups: list[tuple[bool, list[_Part]]] = []
     for gathers, parts in _groups(list(_parts(batch, window, ratio)), keys):
@@ -101,7 +102,7 @@ def cut(batch: ForwardBatch, window: int, ratio: int, keys: int) -> list[Run]:
         stop = start + sum(part.tokens for part in parts) if parts is not groups[-1][1] else batch.num_tokens
         runs.append(Run(slice(start, stop), _gathered(parts, batch.positions.device) if gathers else None))
         start = stop
-    return runs or [whole]
+    return runs
 
 
 def _parts(batch: ForwardBatch, window: int, ratio: int) -> Iterator[_Part]:

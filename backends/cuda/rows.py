@@ -1,4 +1,4 @@
-"""Rows on their way into and out of FlashMLA: cache rows gathered in bf16, and output rows that must be zeros."""
+"""Cache rows gathered in bf16, as FlashMLA's prefill kernel takes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLICE = tl.constexpr(64)
 """Dims that are handled together. No record changes its encoding inside one."""
 
 
-@triton.jit(do_not_specialize=["pages_stride", "table_width"])
+@triton.jit(do_not_specialize=["pages_stride", "table_width"], do_not_specialize_on_alignment=["pages"])
 def _gather_rows(
     cache, cache_pool, cache_scale, cache_stride, cache_pool_stride, pages, pages_stride, table_width,
     spans, out, KIND: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr,
@@ -73,35 +73,4 @@ def gather_rows(
         KIND=int(compressed),
         ROWS=_ROWS,
         F=form,
-    )
-
-
-@triton.jit
-def _clear_unseeing(out, out_stride_t, out_stride_h, window, compressed, HEADS: tl.constexpr, DIM: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    seen = tl.load(window + token)
-    if compressed is not None:
-        seen += tl.load(compressed + token)
-    if seen == 0:
-        for head in range(HEADS):
-            at = out + token * out_stride_t + head * out_stride_h + tl.arange(0, DIM)
-            tl.store(at, tl.zeros((DIM,), tl.float32).to(out.dtype.element_ty))
-
-
-@torch.library.custom_op("dsv41::clear_unseeing", mutates_args=("out",))
-def clear_unseeing(out: Tensor, window: Tensor, compressed: Tensor | None) -> None:
-    """Zero the rows of `out` `[T, Hp, D]` whose tokens see no row at all.
-
-    `window` and `compressed` int32 `[T]` count the rows that each token sees; padding sees none. D is a power of two.
-    """
-    launch(
-        _clear_unseeing,
-        (out.shape[0],),
-        out=out,
-        out_stride_t=out.stride(0),
-        out_stride_h=out.stride(1),
-        window=window,
-        compressed=compressed,
-        HEADS=out.shape[1],
-        DIM=out.shape[2],
     )

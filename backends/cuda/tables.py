@@ -78,7 +78,13 @@ def _table(like: Tensor, width: int, multiple: int) -> tuple[Tensor, Tensor]:
     return like.new_empty(tokens, width, dtype=torch.int32), like.new_empty(tokens, dtype=torch.int32)
 
 
-@triton.jit(do_not_specialize=["first_request", "num_window", "num_compressed", "compressed_stride", "out_width"])
+# Runs of a step begin anywhere, so alignment is no compile key.
+@triton.jit(
+    do_not_specialize=[
+        "first_request", "num_window", "num_compressed", "topk_stride", "compressed_stride", "out_width",
+    ],
+    do_not_specialize_on_alignment=["positions", "token_request", "window_slots", "topk", "compressed_slots"],
+)  # fmt: skip
 def _pack_gathered(
     positions, token_request, spans, first_request, window_slots, num_window,
     topk, compressed_slots, num_compressed, topk_stride, compressed_stride, out, out_width, lengths,

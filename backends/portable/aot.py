@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from dsv41.backends.portable.launch import Launch
+from dsv41.backends.portable.launch import Launch, settle_key
 from dsv41.hal.arch import ARCHS, vendor_of
 from dsv41.hal.types import LayerSpec
 
@@ -67,7 +67,9 @@ class Build:
     def source(self) -> ASTSource:
         """What Triton compiles."""
         module, _, name = self.kernel.partition(":")
-        return ASTSource(getattr(import_module(module), name), self.signature, self.constexprs, self.attrs)
+        kernel = getattr(import_module(module), name)
+        settle_key(kernel)
+        return ASTSource(kernel, self.signature, self.constexprs, self.attrs)
 
     def pack(self) -> str:
         return base64.b64encode(pickle.dumps(self)).decode()

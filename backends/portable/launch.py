@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Launch:
 
 
 _watchers: list[Callable[[Launch], bool]] = []
+_settled: set[int] = set()
 
 
 def launch(
@@ -38,6 +40,7 @@ def launch(
     `max_registers` bounds those of a thread where the compiler can be told (CUDA). `fp_fusion` lets the compiler
     contract a product and a sum, which rounds once where torch rounds twice.
     """
+    settle_key(kernel)
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
     if max_registers and torch.version.hip is None:
         options["maxnreg"] = max_registers
@@ -50,6 +53,21 @@ def launch(
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](**arguments, **options)
+
+
+def settle_key(kernel: Any) -> None:
+    """Give a kernel the key in Triton's cache that it has in every process, those of the functions that it calls first.
+
+    Triton 3.6 hashes into the key those globals of a called function that are known when the caller is hashed, and
+    they are not before the called function has been: without this, the key depends on what a process compiled before,
+    and what a warm-up compiled is compiled again.
+    """
+    if id(kernel) in _settled or not isinstance(kernel, JITFunction):  # the second where it is interpreted
+        return
+    _settled.add(id(kernel))  # not the kernel: to hash it is to ask for its key
+    for name in kernel.fn.__code__.co_names:
+        settle_key(kernel.fn.__globals__.get(name))
+    kernel.cache_key  # noqa: B018  (computed on first access)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def test_a_draft_block_is_that_of_the_reference(tmp_path: Path) -> None:
 
 
 class Holes:
-    """A tap that puts -1 before and between the rows of every choice, and leaves some out."""
+    """A tap that puts -1 before and between the rows of every choice, and leaves one out of that of layer 3."""
 
     def inputs(self, *_: Any) -> None: ...
     def output(self, *_: Any) -> None: ...
@@ -147,7 +147,7 @@ class Holes:
         rows = selection.topk_indices
         wide = torch.full((len(rows), 2 * TOY.index_topk + 2), -1, device=rows.device)
         wide[:, 2 : 2 + 2 * rows.shape[1] : 2] = rows
-        wide[1, 4] = -1
+        wide[1, 4] = -1 if layer.spec.layer_id == 3 else wide[1, 4]
         return replace(selection, topk_indices=wide)
 
 
@@ -155,7 +155,7 @@ class Holes:
 def test_minus_one_may_stand_anywhere_in_a_choice(dyadic: Path, fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "FEWEST_TOKENS", fewest)
     library = FlashMLA()
-    twins = Twins(dyadic, backend(library), [1, 2])
+    twins = Twins(dyadic, backend(library), [1, 3])
     request = twins.add()
     twins.step({request: 9}, tap=Holes())
     twins.step({request: 2}, tap=Holes())
@@ -246,6 +246,8 @@ def test_rows_known_only_by_slot_are_attended_to(
     library = FlashMLA(arch)
     tested = backend(library, arch)
     work = make_work(tested, random_caches(tested, (4, 12), seed=1), 3, heads, seed=2)
+    for sink in (work.layer.weights.attn_sink, work.layer.prepared.sink):
+        sink[:2] = torch.tensor([math.inf, -math.inf])
     work.rows[0].window[1, 5:] = -1
     work.rows[0].compressed[2, ::3] = -1
     outs = []
@@ -367,6 +369,19 @@ def test_a_step_asks_the_device_nothing(dyadic: Path, fewest: int, monkeypatch: 
         outputs = session.step(inputs, pad_to=24)
         assert all(outputs[r].shape == inputs[r].shape for r in inputs)
     assert (PREFILL in library.names()) == (fewest == 4)
+
+
+@pytest.mark.usefixtures("gathers")
+def test_reserve_is_enough_for_every_step_within_it(dyadic: Path) -> None:
+    tested = backend(FlashMLA())
+    stack = make_stack(dyadic, tested, [4])
+    session = Session(stack, max_requests=2, max_tokens=16, max_step_tokens=9, page_size=4)
+    reserved = tested.reserve(9, 2, 16)
+    assert tested.workspace._held("gathered") == 9 * 4 * 1024  # which is what pays at 14 keys a token
+    requests = [session.add_request() for _ in range(2)]
+    for count in (4, 4):
+        session.step({r: signs(count, TOY.hidden_size).to(BF16) for r in requests})
+    assert tested.workspace.bytes == reserved
 
 
 def test_warmup_calls_the_library_for_every_kind_of_layer(dyadic: Path) -> None:

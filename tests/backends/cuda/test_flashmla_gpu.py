@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from dsv41.backends.cuda import prefill
-from dsv41.backends.cuda.flashmla import FlashMLABackend
+from dsv41.backends.cuda.flashmla import FlashMLABackend, _record_view
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.bench import make_work, our_call, random_caches
 from dsv41.checkpoint import Checkpoint, load_checkpoint
@@ -113,6 +113,38 @@ def test_attention_alone_at_the_sizes_of_the_release(
     assert relative_error(found, expected) <= CLOSE
     if tokens > 1:
         assert (found[1] == 0).all()
+
+
+@pytest.mark.parametrize("sink", [-math.inf, 0.3, math.inf])
+@pytest.mark.parametrize("length", [0, 128], ids=["no length", "nothing but -1"])
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_the_library_gives_zeros_where_there_is_no_key(tokens: int, length: int, sink: float) -> None:
+    """Which is why nothing here clears such rows."""
+    backend = FlashMLABackend(device="cuda")
+    caches = random_caches(backend, (8, 16), seed=1)
+    q = torch.randn(tokens, 1, 64, 512, device="cuda").to(BF16)
+    sinks = torch.full((64,), sink, device="cuda")
+    indices = torch.randint(448, (tokens, 1, 640), device="cuda", dtype=torch.int32)
+    lengths = [torch.full((tokens,), width, device="cuda", dtype=torch.int32) for width in (128, 512, 640)]
+    indices[0] = -1
+    for each in lengths:
+        each[0] = min(length, int(each[0]))
+    assert caches.compressed is not None
+    in_place = backend.library.flash_mla_with_kvcache(
+        q=q, k_cache=_record_view(caches.window), block_table=None, cache_seqlens=None, head_dim_v=512,
+        tile_scheduler_metadata=backend.library.get_mla_metadata()[0], softmax_scale=0.04, is_fp8_kvcache=True,
+        indices=indices[..., :128].contiguous(), attn_sink=sinks, topk_length=lengths[0],
+        extra_k_cache=_record_view(caches.compressed), extra_indices_in_kvcache=indices[..., 128:].contiguous(),
+        extra_topk_length=lengths[1],
+    )[0]  # fmt: skip
+    kv = torch.randn(448, 1, 512, device="cuda").to(BF16)
+    gathered = backend.library.flash_mla_sparse_fwd(
+        q=q[:, 0], kv=kv, indices=indices, sm_scale=0.04, d_v=512, attn_sink=sinks, topk_length=lengths[2]
+    )[0]
+    for out in (in_place, gathered):
+        assert (out[0] == 0).all()
+        assert out.isfinite().all()
+        assert tokens == 1 or sink == math.inf or out[1:].any()
 
 
 def test_a_draft_block_is_that_of_the_reference(tmp_path: Path) -> None:
