@@ -20,7 +20,7 @@ from dsv41.backends.portable import aot, variants
 from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.dry_steps import DryLayers, Step
-from dsv41.backends.portable.launch import Launch, watching
+from dsv41.backends.portable.launch import Launch, settle_key, watching
 from dsv41.backends.portable.scores import index_scores
 from dsv41.backends.portable.target import pretending
 from dsv41.config import DeepseekV41Config
@@ -164,6 +164,23 @@ def copies() -> list[int]:
     return [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*\], (0x[0-9a-f]+)", ptx)]
 
 
+def keys_of_helpers() -> dict[str, list[str]]:
+    """Globals that the key of a kernel knows of, and those that the keys of the functions that it calls do."""
+    from dsv41.backends.portable.norm import _norm_inputs
+    from dsv41.backends.portable.quantize import store_mxfp8
+
+    settle_key(_norm_inputs)
+    found = ({name for name, _ in function.used_global_vals} for function in (_norm_inputs, store_mxfp8))
+    return dict(zip(("kernel", "called"), map(sorted, found), strict=True))
+
+
 if __name__ == "__main__":
-    made = {"names": names, "sweep": sweep, "warmed": warmed, "device": device, "copies": copies}
+    made = {
+        "keys": keys_of_helpers,
+        "names": names,
+        "sweep": sweep,
+        "warmed": warmed,
+        "device": device,
+        "copies": copies,
+    }
     print(json.dumps(made[sys.argv[1]]()))

@@ -46,6 +46,13 @@ def test_after_warmup_a_step_compiles_nothing() -> None:
     assert len(set(found["cold"])) > 10  # the double does count
 
 
+def test_a_kernel_has_the_same_key_whatever_was_compiled_before() -> None:
+    """Triton 3.6 leaves out what called functions use, unless these have been hashed: see `launch.settle_key`."""
+    found = facts("keys")
+    assert found["called"]
+    assert set(found["called"]) <= set(found["kernel"])
+
+
 def test_rows_are_loaded_no_wider_than_they_are_aligned() -> None:
     """Rows of 68 bytes lie at multiples of 4. The compiler once took them for multiples of 8: see `rows.row_of`."""
     sizes = facts("copies")
