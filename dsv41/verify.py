@@ -24,6 +24,10 @@ TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 2e-2}
 """Largest relative error of a layer against the reference, by activation dtype. Both quantise their caches, so one
 element on a rounding border (a code step is 1/16) shows in every query that sees it: 1.7e-3 was seen over a few float32
 tokens on one H200. Golden vectors, where choices between equals are settled, bind much closer."""
+QUANTISED_TOLERANCE = 8e-2
+"""The same where activations are rounded to MXFP8. Attention outputs that differ by 2e-3, as those of two right kernels
+do, then fall on other codes, which are a step of up to 1/8 apart, twice until the layer's output: 4e-2 of small models'
+outputs, as the reference shows when its own attention is perturbed by as much (`tests/model/test_verify.py`)."""
 UNQUANTISED_TOLERANCE = 1e-5
 """The same in float32 where no cache quantises."""
 MAX_UNTIED = 0.02
@@ -199,6 +203,8 @@ def compare_with_reference(
                 result.note(layer, relative_error(found[part], expected[part]))
     exact = checkpoint.dtype == torch.float32 and _unquantised(backend.layouts)
     limit = UNQUANTISED_TOLERANCE if exact else TOLERANCE[checkpoint.dtype]
+    if quantize_activations and checkpoint.dtype == torch.bfloat16:
+        limit = QUANTISED_TOLERANCE
     result.hold("reference max_relative_error", result.max_relative_error, limit)
     result.hold("reference selections_invalid", result.selections_invalid, 0)
     result.hold("reference selections_untied", result.selections_untied, MAX_UNTIED * result.selections)

@@ -184,7 +184,7 @@ def test_the_golden_vectors_are_met(path: Path, tmp_path: Path) -> None:
     assert result.failures == []
     assert result.max_relative_error <= TOLERANCE[stack.dtype]
     assert sorted(result.layers) == [spec.layer_id for spec in stack.specs]
-    assert max(golden.inputs.shape[1], tokens) >= stack.config.sliding_window
+    assert tokens >= stack.config.sliding_window or path.name.startswith("short")
 
 
 # Chosen by name
