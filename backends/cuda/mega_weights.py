@@ -97,7 +97,8 @@ def _fused(weight: Weight, dim: int, heads: int, run: int) -> FusedMatrix:
 
 def _moved(x: Tensor, runs: Tensor, length: int, dim: int) -> Tensor:
     """`x` with its runs of `length` along `dim` in the order `runs`."""
-    return x.unflatten(dim, (-1, length)).index_select(dim, runs).flatten(dim, dim + 1)
+    cut: Tensor = x.unflatten(dim, (-1, length))
+    return cut.index_select(dim, runs).flatten(dim, dim + 1)
 
 
 def _device(weight: Weight) -> torch.device:
