@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -548,6 +549,12 @@ def test_a_library_that_will_not_do_is_refused(
         FlashMLAMegaBackend()
 
 
+def test_a_library_that_does_not_import_is_refused(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, flashmla_mega.MODULE, None)
+    with refused(BackendError, flashmla_mega.MODULE, "cannot be imported", "tokenspeed-flashmla"):
+        FlashMLAMegaBackend()
+
+
 def test_rotations_cannot_be_left_out(library: Any) -> None:
     plain = type("Plain", (FlashMLAMegaBackend,), {"fuses_rotation": False})
     with refused(BackendError, "flashmla-mega", "fuses_rotation"):
@@ -565,3 +572,48 @@ def test_what_the_library_says_is_passed_on(folder: Path, library: Any, monkeypa
     monkeypatch.setattr(backend, "library", type("Newer", (), {"decode": staticmethod(lambda **_: (inputs.q,) * 3)}))
     with refused(BackendError, "codes", "torch.bfloat16 [8, 64, 512]", "[8, 8, 4096]"):
         backend.attend(inputs, state, plan, None)
+
+
+@pytest.fixture(scope="module")
+def valid(folder: Path) -> Iterator[dict[str, Any]]:
+    """The arguments of a call over both caches."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        emulated_mega.install(patch)
+        backend, state, plan = step_of(folder, 4)
+        inputs = backend.prepare_inputs(hidden(8), state, plan)
+        selection = backend.prepare_selection(backend.select(inputs, state, plan, None), state, plan)
+        assert state.caches is not None
+        state.caches.window.data.zero_()
+        backend.attend(inputs, state, plan, selection)
+        yield emulated_mega.calls[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "rule"),
+    [
+        ("q", lambda q: q.float(), "q is bf16"),
+        ("q", lambda q: q[:, :32].contiguous(), "64 or 128"),
+        ("n_wv_group", lambda n: n // 2, "8 heads"),
+        ("token_positions", lambda p: p.long(), "int32"),
+        ("token_positions", lambda p: p - 1, "positions are in the table"),
+        ("cos_sin_cache", lambda c: c.double(), "fp32"),
+        ("enable_q_norm", lambda _: True, "norm"),
+        ("use_packed_ue8m0", lambda _: False, "booleans"),
+        ("attn_sink", lambda s: s[:8], "attn_sink"),
+        ("indices_in_kvcache", lambda i: i.long(), "int32"),
+        ("indices_in_kvcache", lambda i: i.t().contiguous().t(), "rows of indices"),
+        ("indices_in_kvcache", lambda i: torch.where(i < 0, -2, i), "exactly -1"),
+        ("indices_in_kvcache", lambda i: torch.where(i >= 0, i + 10**6, i), "indices are slots"),
+        ("topk_length", lambda n: n.clamp(max=0), "past a length"),
+        ("topk_length", lambda n: n + 1000, "0 to topk"),
+        ("extra_k_cache", lambda _: None, "comes with its indices"),
+        ("k_cache", lambda c: c[..., :288], "record"),
+        ("k_cache", lambda c: c.transpose(0, 1), "dense inside"),
+    ],
+)
+def test_the_emulation_refuses_what_the_library_would_misread(
+    library: Any, valid: dict[str, Any], name: str, change: Callable[[Any], Any], rule: str
+) -> None:
+    library.decode(**valid)
+    with pytest.raises(AssertionError, match=rule):
+        library.decode(**valid | {name: change(valid[name])})
