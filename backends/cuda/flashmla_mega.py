@@ -27,7 +27,7 @@ from dsv41.hal.builtin import INSTALL_FLASHMLA
 from dsv41.hal.device import Device
 from dsv41.hal.layout import CacheLayout, CacheLayouts, PagedCache, ScalePlacement
 from dsv41.hal.libraries import inspect
-from dsv41.hal.records import HEAD_DIM, NVFP4_288, ROPE_DIM, Dialect, v4_584, v41_528
+from dsv41.hal.records import HEAD_DIM, ROPE_DIM, Dialect, v4_584
 from dsv41.hal.requirements import padded_heads
 from dsv41.hal.types import AttnInputs, AttnOutput, LayerCaches, LayerSpec, LayerState, Selection, StepPlan
 
@@ -40,9 +40,7 @@ _HEADS = (64, 128)
 _NAMES = {"auto": "nvfp4_ds_mla", "fp8": "fp8_ds_mla"}
 _READS = ("nvfp4_ds_mla", "fp8_ds_mla", "fp8_ds_mla_v4")
 _PLACEMENTS = {"placement-page": ScalePlacement.PAGE, "placement-token": ScalePlacement.TOKEN}
-_MXFP8, _V4 = v41_528(Dialect.OCP), v4_584(Dialect.OCP)
-_STRIDE_UNITS = {_V4: 576, _MXFP8: 512, NVFP4_288: 256}
-"""Bytes of a data row, by which the kernel walks pages whose scales follow all rows."""
+_V4 = v4_584(Dialect.OCP)
 _COLUMNS = 8
 """Index tables are this many int32 wide, or a multiple: what the alignment of their rows and NVFP4 rows ask for."""
 _BASE_ALIGNMENT = 16
@@ -271,10 +269,11 @@ def _placement() -> ScalePlacement:
 
 def _check_memory(what: str, cache: PagedCache) -> None:
     """Raise LayoutError where the kernel could not walk the pages of a cache in the right record and placement."""
-    layout, stride = cache.layout, cache.data.stride(0)
-    unit = _STRIDE_UNITS[layout.record]
-    # Of builds that read scales after each row, two aligned strides are known to work: whole rows that are also 512 B.
-    step = math.lcm(512, layout.record.bytes) if layout.scale_placement is ScalePlacement.TOKEN else unit
+    layout, stride, unit = cache.layout, cache.data.stride(0), cache.layout.record.value_bytes
+    # Pages whose scales follow all rows are walked in rows of values. Of builds that read scales after each row it is
+    # not known: so whole rows that are aligned as well, which any way of walking them divides.
+    by_token = layout.scale_placement is ScalePlacement.TOKEN
+    step = math.lcm(layout.record.alignment, layout.record.bytes) if by_token else unit
     if stride % step:
         raise LayoutError(
             f"{what} ({layout.record.name}) has pages {stride} bytes apart: expected a multiple of {step}, as the "

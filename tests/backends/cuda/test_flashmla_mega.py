@@ -25,7 +25,7 @@ from dsv41.errors import BackendError, InputError, LayoutError
 from dsv41.hal.builtin import FLASHMLA_MEGA
 from dsv41.hal.device import Library
 from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
-from dsv41.hal.records import NVFP4_288, Dialect, v41_528
+from dsv41.hal.records import Dialect, v4_584, v41_528
 from dsv41.hal.types import AttnOutput, ForwardBatch, LayerCaches, LayerState, Selection, StepPlan
 from dsv41.hal.weights import facts, prepare
 from dsv41.session import Session
@@ -523,13 +523,19 @@ def test_caches_that_the_build_would_misread_are_refused(folder: Path, placement
     backend.check_caches(spec, replace(far, compressed=cache_at(compressed.layout, 18432 + sizes[1], offset=16)))
 
 
+def test_pages_of_the_v4_record_are_walked_in_rows_of_576_bytes(library: Any) -> None:
+    layout = CacheLayout(v4_584(Dialect.OCP), PAGE, ScalePlacement.PAGE)
+    flashmla_mega._check_memory("the cache", cache_at(layout, 37440))
+    with refused(LayoutError, "37376 bytes apart", "multiple of 576", "use 37440"):
+        flashmla_mega._check_memory("the cache", cache_at(layout, 37376))
+
+
 def test_more_rows_than_the_kernel_counts_are_refused(library: Any) -> None:
     layout = CacheLayout(v41_528(Dialect.OCP), PAGE, ScalePlacement.PAGE)
     many = PagedCache(layout, torch.empty(2**25, 33792, dtype=torch.uint8, device="meta"))
     with refused(LayoutError, "the cache", "2**31 rows"):
         flashmla_mega._check_memory("the cache", many)
     flashmla_mega._check_memory("the cache", replace(many, data=many.data[: 2**24]))
-    assert flashmla_mega._STRIDE_UNITS[NVFP4_288] == 256
 
 
 @pytest.mark.parametrize(
