@@ -160,6 +160,7 @@ class PortableBackend(ReferenceBackend):
 
     def o_proj(self, out: AttnOutput, layer: LayerState, positions: Tensor) -> Tensor:
         spec, prepared = layer.spec, _prepared(layer)
+        assert type(prepared.wo_a) is Matrix
         tokens, groups, width = out.data.shape[0], spec.o_groups, spec.num_heads * spec.head_dim
         quantize = spec.quantize_activations and prepared.wo_a.scale is not None
         codes: Codes | None = (out.data, out.scale) if out.scale is not None else None
@@ -213,10 +214,7 @@ class PortableBackend(ReferenceBackend):
     def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
         self._max_tokens = max(self._max_tokens, max_tokens)
         for spec in self.specs:
-            # Activations in bf16 take half of what is reserved for float32.
-            keys = (spec.window, spec.topk if spec.ratio else 0)
-            row = workspace_bytes(1, spec.num_heads, *keys, torch.float32)
-            self.workspace.reserve("attention", _bounded(ATTENTION_BYTES, max_tokens, row))
+            self._reserve_attention(spec, max_tokens)
             if spec.owns_selection and not _chooses_all(spec, max_len // spec.ratio):
                 columns = max_len // spec.ratio
                 if spec.reads_candidates:
@@ -225,6 +223,12 @@ class PortableBackend(ReferenceBackend):
                     row = _padded(width) * torch.float32.itemsize
                     self.workspace.reserve(name, _bounded(SCORE_BYTES, max_tokens, row))
         return self.workspace.bytes
+
+    def _reserve_attention(self, spec: LayerSpec, max_tokens: int) -> None:
+        # Activations in bf16 take half of what is reserved for float32.
+        keys = (spec.window, spec.topk if spec.ratio else 0)
+        row = workspace_bytes(1, spec.num_heads, *keys, torch.float32)
+        self.workspace.reserve("attention", _bounded(ATTENTION_BYTES, max_tokens, row))
 
     # The segments
 
@@ -239,9 +243,7 @@ class PortableBackend(ReferenceBackend):
         quantize = spec.quantize_activations and prepared.wq_b.scale is not None
         qr, qr_codes, qr_scales, kv = norm_inputs(fused, weights.q_norm, weights.kv_norm, spec.eps, quantize)
         quantised = _Quantised(qr, (qr_codes, qr_scales)) if quantize else None
-        q = hidden.new_empty(tokens, spec.padded_heads, spec.head_dim)
-        live = q.flatten(1)[:, : spec.num_heads * spec.head_dim]
-        self._product(qr, prepared.wq_b, quantised.codes if quantised is not None else None, live)
+        q = self._queries(qr, quantised.codes if quantised is not None else None, layer)
         self._rotate_insert(q, kv, layer, plan)
 
         latent = None
@@ -295,6 +297,14 @@ class PortableBackend(ReferenceBackend):
         return scores
 
     # Parts of the segments
+
+    def _queries(self, qr: Tensor, codes: Codes | None, layer: LayerState) -> Tensor:
+        """The queries `[T, Hp, D]`, not rotated, of `qr` `[T, q_rank]` or its `codes`."""
+        spec, wq_b = layer.spec, _prepared(layer).wq_b
+        assert type(wq_b) is Matrix  # and not in an order that another backend's attention wants
+        q = qr.new_empty(qr.shape[0], spec.padded_heads, spec.head_dim)
+        self._product(qr, wq_b, codes, q.flatten(1)[:, : spec.num_heads * spec.head_dim])
+        return q
 
     def _rotate_insert(self, q: Tensor, kv: Tensor, layer: LayerState, plan: StepPlan) -> None:
         """Rotate the latents, and the queries unless attention does, and write the latents into the window cache."""
