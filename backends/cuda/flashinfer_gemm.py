@@ -53,13 +53,13 @@ def _quantize_tiled(x, x_stride, count, codes, scales, WIDTH: tl.constexpr, TILE
     """Programs: rows, those of the padding too, x blocks of numbers."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
-    inside = (column < WIDTH) & (row < count)
+    inside = column < tl.where(row < count, WIDTH, 0)
     numbers = tl.load(x + row * x_stride + column, inside, other=0.0).to(tl.float32)
     code, scale = mxfp8(numbers)
     tl.store(codes + row * WIDTH + column, code, inside)
     group = first // _GROUP + tl.arange(0, BLOCK // _GROUP)
     tile = (row // 128 * TILES + group // 4) * 512
-    scale = tl.where((row < count) & (group < WIDTH // _GROUP), scale, 0)
+    scale = tl.where(group < tl.where(row < count, WIDTH // _GROUP, 0), scale, 0)
     tl.store(scales + tile + row % 32 * 16 + row % 128 // 32 * 4 + group % 4, scale.to(tl.uint8), group < TILES * 4)
 
 

@@ -11,6 +11,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -85,13 +86,16 @@ FEATURES = {
     },
 }
 INT_MAX = 2**31 - 1
+ENTRY = "flashinfer.mla.trtllm_batch_decode_sparse_mla_dsv4"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.7.4") -> None:
     """Put this in the library's place, for imports and for what is said of its version."""
     calls.clear()
     _workspaces.clear()
-    attention = _named("flashinfer.mla.trtllm_batch_decode_sparse_mla_dsv4", _attention, _signature(version), version)
+    attention = _named(
+        "flashinfer.mla.trtllm_batch_decode_sparse_mla_dsv4", _attention, entry_signature(version), version
+    )
     product = _named("flashinfer.gemm.mm_mxfp8", _mm_mxfp8, _plain(MM_MXFP8, required=4), version)
     counters = _named(
         "flashinfer.utils.get_trtllm_gen_multi_ctas_kv_counter_bytes",
@@ -113,7 +117,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.7.4") -> None:
     monkeypatch.setattr("dsv41.backends.cuda.flashinfer_sm120.inspect", lambda name, torch_version: found)
 
 
-def _signature(version: str) -> inspect.Signature:
+def entry_signature(version: str) -> inspect.Signature:
     keyword = inspect.Parameter("kv_cache_format", inspect.Parameter.KEYWORD_ONLY, default="fp8")
     plain = list(_plain(POSITIONAL[version], required=3).parameters.values())
     return inspect.Signature([*plain, keyword] if FORMATS[version] else plain)
@@ -251,19 +255,19 @@ def _sparse(
     return out
 
 
-def _packed(cache: Tensor, form: str, *, main: bool) -> Callable[[int], Tensor]:
+def _packed(pool: Tensor, form: str, *, main: bool) -> Callable[[int], Tensor]:
     """What reads the row of an index as float32 `[512]`, after the rules of the cache are checked."""
     values, scales = (576, 8) if form == "fp8" else (512, 16)
     if form.endswith("_fp4_ca") and not main:
         values, scales = 256, 32
     width, inline = values + scales, "inline" in form
-    assert cache.dtype == torch.uint8, "packed caches are bytes"
-    assert cache.ndim == 3, "a cache is [pages, page, record]"
-    assert cache.shape[2] == width, f"a record of {form} has {width} bytes"
-    pages, page_size, _ = cache.shape
-    page_stride, pitch, dense = cache.stride()
+    assert pool.dtype == torch.uint8, "packed caches are bytes"
+    assert pool.ndim == 3, "a cache is [pages, page, record]"
+    assert pool.shape[2] == width, f"a record of {form} has {width} bytes"
+    pages, page_size, _ = pool.shape
+    page_stride, pitch, dense = pool.stride()
     assert dense == 1, "records are dense"
-    assert cache.data_ptr() % 16 == 0, "a cache begins at a multiple of 16 bytes"
+    assert pool.data_ptr() % 16 == 0, "a cache begins at a multiple of 16 bytes"
     assert pages == 1 or page_stride % 16 == 0, "the page stride is a multiple of 16 bytes"
     assert pages == 1 or page_stride >= page_size * width, "pages do not overlap"
     if inline:
@@ -273,9 +277,10 @@ def _packed(cache: Tensor, form: str, *, main: bool) -> Callable[[int], Tensor]:
         assert pitch == width, "records with a footer are tight"
     if form == "fp8":
         assert page_size == 64, "584-byte records have pages of 64"
-    memory = torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())[cache.storage_offset() :]
+    memory = torch.tensor([], dtype=torch.uint8).set_(pool.untyped_storage())[pool.storage_offset() :]
     slots = page_size if not inline or pages == 1 else page_stride // pitch
 
+    @cache
     def read(index: int) -> Tensor:
         page, slot = divmod(index, slots)
         assert 0 <= page < pages, f"row {index} is in the cache"
@@ -391,25 +396,26 @@ def _held_zeros(workspace: Tensor) -> bool:
     return not bool(workspace.any())
 
 
-def _plain_rows(cache: Tensor, dtype: torch.dtype, storage_offsets: bool | None) -> Callable[[int], Tensor]:
-    assert cache.dtype == dtype, "caches have the type of the query"
-    assert cache.ndim == 3, "a cache is [pages, page, 512]"
-    assert cache.shape[2] == 512, "a row has 512 dims"
-    pages, page_size, _ = cache.shape
-    page_stride, pitch, dense = cache.stride()
+def _plain_rows(pool: Tensor, dtype: torch.dtype, storage_offsets: bool | None) -> Callable[[int], Tensor]:
+    assert pool.dtype == dtype, "caches have the type of the query"
+    assert pool.ndim == 3, "a cache is [pages, page, 512]"
+    assert pool.shape[2] == 512, "a row has 512 dims"
+    pages, page_size, _ = pool.shape
+    page_stride, pitch, dense = pool.stride()
     assert (pitch, dense) == (512, 1), "rows are dense"
-    assert cache.data_ptr() % 16 == 0, "a cache begins at a multiple of 16 bytes"
+    assert pool.data_ptr() % 16 == 0, "a cache begins at a multiple of 16 bytes"
     assert page_stride % pitch == 0, "a page stride is a whole number of rows"
     padded = page_stride != page_size * pitch
     assert not padded or storage_offsets is not None, "padded pages need sparse_indices_are_storage_offsets"
     slots = page_stride // pitch if storage_offsets else page_size
     assert pages * slots <= INT_MAX, "rows are reached by int32"
 
+    @cache
     def read(index: int) -> Tensor:
         page, slot = divmod(index, slots)
         assert 0 <= page < pages, f"row {index} is in the cache"
         assert slot < page_size, f"row {index} is in no page but between two"
-        return cache[page, slot].float()
+        return pool[page, slot].float()
 
     return read
 

@@ -55,11 +55,27 @@ class Hostile:
         return AttnOutput(torch.full_like(inputs.q, NAN))
 
 
-class SM120(Hostile, FlashInferSM120):
+class Quick(Hostile):
+    """All but attention by torch, for tests of many tokens."""
+
+    prepare_inputs = ReferenceBackend.prepare_inputs
+    insert_window = ReferenceBackend.insert_window
+    select = ReferenceBackend.select
+
+
+class Whole120(Hostile, FlashInferSM120):
     pass
 
 
-class SM100(Hostile, FlashInferSM100):
+class Whole100(Hostile, FlashInferSM100):
+    pass
+
+
+class SM120(Quick, FlashInferSM120):
+    pass
+
+
+class SM100(Quick, FlashInferSM100):
     pass
 
 
@@ -120,6 +136,22 @@ def poison(session: Session) -> None:
 # Whole steps
 
 
+def compare_steps(backend: Any, path: Path, layers: list[int], script: Any) -> None:
+    """Run `script(session, hidden)` by the backend and by the reference in the same records."""
+    outputs = []
+    for each in (ReferenceBackend(device=DEVICE, kv_cache_dtype=backend.kv_cache_dtype), backend):
+        stack = AttentionStack(load(path, layers=layers), each, max_len=MAX_LEN)
+        quarter_turns(stack)
+        session = Session(stack, max_requests=3, max_step_tokens=32)
+        poison(session)
+        hidden = signs(len(layers), 60, TOY.hidden_size).to(DEVICE, torch.bfloat16)
+        outputs.append([rows for step in script(session, hidden) for rows in step.values()])
+    assert emulated.calls
+    assert len(outputs[0]) == len(outputs[1]) > 3
+    for mine, theirs in zip(*reversed(outputs), strict=True):
+        assert relative_error(mine, theirs) < 4e-3
+
+
 @EACH
 def test_steps_give_what_the_reference_gives(
     dyadic: Path, kind: Any, kv: str, version: str, monkeypatch: pytest.MonkeyPatch
@@ -130,27 +162,28 @@ def test_steps_give_what_the_reference_gives(
     backend = make(kind, kv)
     if kv == "fp8_e4m3":
         backend.query_scale.fill_(2.0**18)
-    outputs = []
-    for each in (ReferenceBackend(device=DEVICE, kv_cache_dtype=backend.kv_cache_dtype), backend):
-        stack = AttentionStack(load(dyadic), each, max_len=MAX_LEN)
-        quarter_turns(stack)
-        session = Session(stack, max_requests=3, max_step_tokens=32)
-        poison(session)
+
+    def script(session: Session, hidden: Tensor) -> Iterator[dict[int, Tensor]]:
         one, two = session.add_request(), session.add_request()
-        hidden = signs(7, 60, TOY.hidden_size).to(DEVICE, torch.bfloat16)
-        found = [
-            session.step({one: hidden[:, :13]}),
-            session.step({one: hidden[:, 13:14], two: hidden[:, 14:31]}, pad_to=20),
-            session.step({one: hidden[:, 31:32], two: hidden[:, 32:33]}),
-            session.step({one: hidden[:, 33:36], two: hidden[:, 36:37]}, pad_to=6),
-            session.step({}),
-        ]
+        yield session.step({one: hidden[:, :13]})
+        yield session.step({one: hidden[:, 13:14], two: hidden[:, 14:31]}, pad_to=20)
+        yield session.step({one: hidden[:, 31:32], two: hidden[:, 32:33]})
+        yield session.step({one: hidden[:, 33:36], two: hidden[:, 36:37]}, pad_to=6)
+        yield session.step({})
         three = session.fork(one, 16, replay=hidden[:, 6:14])
-        found.append(session.step({three: hidden[:, 40:43], two: hidden[:, 43:44]}))
-        outputs.append([rows for step in found for rows in step.values()])
-    assert emulated.calls
-    for mine, theirs in zip(*reversed(outputs), strict=True):
-        assert relative_error(mine, theirs) < 4e-3
+        yield session.step({three: hidden[:, 40:43], two: hidden[:, 43:44]})
+
+    compare_steps(backend, dyadic, list(range(7)), script)
+
+
+@pytest.mark.parametrize(("kind", "kv"), [(Whole120, "nvfp4_ds_mla"), (Whole100, "bfloat16")])
+def test_steps_through_the_kernels_of_every_segment(dyadic: Path, kind: Any, kv: str) -> None:
+    def script(session: Session, hidden: Tensor) -> Iterator[dict[int, Tensor]]:
+        one, two = session.add_request(), session.add_request()
+        yield session.step({one: hidden[:, :8], two: hidden[:, 8:9]}, pad_to=10)
+        yield session.step({one: hidden[:, 9:10], two: hidden[:, 10:12]})
+
+    compare_steps(make(kind, kv), dyadic, [0, 1, 4], script)
 
 
 @pytest.mark.parametrize("kind", [SM120, SM100])
@@ -176,8 +209,8 @@ def test_a_step_asks_the_device_nothing(realistic: Path, kind: Any, kv: str, mon
     monkeypatch.setattr("dsv41.backends.reference.backend.count_nan", lambda weight: 0)
     monkeypatch.setattr(emulated, "_attention", lambda version, **_: None)
     emulated.install(monkeypatch)
-    for plain in (FlashInferSM120 if kind is SM120 else FlashInferSM100, kind):
-        backend = make(plain, kv, device="meta")
+    for whole in (FlashInferSM120 if kind is SM120 else FlashInferSM100, Whole120 if kind is SM120 else Whole100):
+        backend = make(whole, kv, device="meta")
         checkpoint = load(realistic)
         weights = {layer: on_meta(w) for layer, w in checkpoint.weights.items()}
         stack = AttentionStack(replace(checkpoint, weights=weights), backend, max_len=MAX_LEN)
@@ -252,8 +285,20 @@ def attend(backend: Any, layer: LayerState, q: Tensor, window: Tensor, compresse
     return out.data[:, : layer.spec.num_heads]
 
 
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 4), (6, 8), (65, 5), (66, 100)])
-@EACH
+@pytest.mark.parametrize(
+    ("kind", "kv", "version", "tokens", "heads"),
+    [
+        *((*case, 6, 8) for case in CASES),
+        (SM120, "nvfp4_ds_mla", "0.7.4", 1, 4),
+        (SM120, "nvfp4_ds_mla", "0.7.4", 65, 5),
+        (SM120, "fp8_ds_mla", "0.7.1", 66, 100),
+        (SM120, "fp8_ds_mla_v4", "0.7.4", 66, 100),
+        (SM120, "auto", "0.6.18", 65, 5),
+        (SM100, "fp8_e4m3", "0.7.4", 1, 4),
+        (SM100, "fp8_e4m3", "0.7.4", 66, 100),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_attention_over_any_rows(
     kind: Any, kv: str, version: str, tokens: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,12 +470,12 @@ def test_tokens_that_see_nothing_are_cleared() -> None:
 def test_reserve_is_enough_for_every_step_within_it(realistic: Path, kind: Any, kv: str) -> None:
     backend = make(kind, kv)
     stack = AttentionStack(load(realistic, layers=[0, 4, 5]), backend, max_len=MAX_LEN)
-    assert backend.reserve(70, 2, 64) == backend.workspace.bytes > 0
+    assert backend.reserve(9, 2, 64) == backend.workspace.bytes > 0
     backend.warmup()
     addresses = {name: buffer.data_ptr() for name, buffer in backend.workspace._buffers.items()}
-    session = Session(stack, max_requests=2, max_step_tokens=70)
+    session = Session(stack, max_requests=2, max_step_tokens=9)
     one, two = session.add_request(), session.add_request()
-    for counts in ((40, 30), (1, 1)):
+    for counts in ((5, 4), (1, 1)):
         session.step({r: noise(n, TOY.hidden_size).bfloat16() for r, n in zip((one, two), counts, strict=True)})
     assert addresses == {name: buffer.data_ptr() for name, buffer in backend.workspace._buffers.items()}
 
