@@ -54,8 +54,9 @@ class FlashInferSM100(FlashInferBackend):
 
     def check_caches(self, spec: LayerSpec, caches: LayerCaches) -> None:
         super().check_caches(spec, caches)
-        window, compressed = caches.window.tensor_scale, caches.compressed and caches.compressed.tensor_scale
-        if not spec.ratio or window is None or compressed is None or window.is_meta:
+        window = caches.window.tensor_scale
+        compressed = caches.compressed.tensor_scale if spec.ratio and caches.compressed is not None else None
+        if window is None or compressed is None or window.is_meta:
             return
         if not torch.equal(window, compressed):
             raise LayoutError(
@@ -120,7 +121,8 @@ class FlashInferSM100(FlashInferBackend):
             width = -(-chosen.slots.shape[1] // _COLUMNS) * _COLUMNS
             table, lengths = chosen.behind(window, caches.compressed, width)
 
-        query, scales = inputs.q, {"bmm1_scale": spec.scale, "bmm2_scale": 1.0}
+        query = inputs.q
+        scales: dict[str, float | Tensor] = {"bmm1_scale": spec.scale, "bmm2_scale": 1.0}
         scale = caches.window.tensor_scale
         if scale is not None:
             query = quantize_query(query, spec.num_heads, plan.token_request, self.query_scale, self.clamped_queries)
@@ -172,5 +174,5 @@ def _pool(cache: PagedCache) -> Tensor:
     """`[pages, page_size, 512]` in bf16 or e4m3, over the pages as they lie."""
     layout = cache.layout
     dtype = torch.float8_e4m3fn if layout.record.tensor_scale else torch.bfloat16
-    rows = cache.data[:, : layout.page_bytes].unflatten(1, (layout.page_size, layout.row_bytes))
+    rows: Tensor = cache.data[:, : layout.page_bytes].unflatten(1, (layout.page_size, layout.row_bytes))
     return rows.view(dtype)

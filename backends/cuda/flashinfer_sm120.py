@@ -167,7 +167,8 @@ def _pool(cache: PagedCache) -> Tensor:
     """uint8 `[pages, page_size, record]` over the pages as they lie; where scales stand behind the rows, these borders
     are the library's idea of them alone."""
     layout = cache.layout
-    return cache.data[:, : layout.page_bytes].unflatten(1, (layout.page_size, layout.row_bytes))
+    rows: Tensor = cache.data[:, : layout.page_bytes].unflatten(1, (layout.page_size, layout.row_bytes))
+    return rows
 
 
 def _workspace_bytes(tokens: int, heads: int, window: int, extra: int) -> int:

@@ -18,7 +18,7 @@ from dsv41.backends.cuda.flashinfer_sm100 import FlashInferSM100
 from dsv41.backends.cuda.flashinfer_sm120 import FlashInferSM120
 from dsv41.backends.cuda.tables import clear_empty, pack_slots
 from dsv41.backends.reference.backend import ReferenceBackend
-from dsv41.bench import random_rows
+from dsv41.bench import make_work, our_call, random_caches, random_rows
 from dsv41.checkpoint import Checkpoint, load_checkpoint
 from dsv41.config import DeepseekV41Config
 from dsv41.errors import BackendError, LayoutError
@@ -364,6 +364,20 @@ def test_more_window_rows_than_the_window_has_columns(keys: int) -> None:
         reference = ReferenceBackend(device=DEVICE, kv_cache_dtype=backend.kv_cache_dtype)
         found, expected = attend(backend, layer, q, rows, None), attend(reference, theirs, q, rows, None)
         assert relative_error(found, expected) < 4e-3
+
+
+@pytest.mark.parametrize(("kind", "kv"), [(SM120, "nvfp4_ds_mla"), (SM120, "fp8_ds_mla_v4"), (SM100, "bfloat16")])
+def test_the_bench_runs_them(kind: Any, kv: str) -> None:
+    """In the shapes of the release, over rows that no plan chose."""
+    backend = make(kind, kv)
+    work = make_work(backend, random_caches(backend, (3, 9), 0), tokens=2, heads=8, seed=0)
+    reference = ReferenceBackend(device=DEVICE, kv_cache_dtype=backend.kv_cache_dtype)
+    outputs = []
+    for each in (backend, reference):
+        out = AttnOutput(torch.full_like(work.q, NAN))
+        our_call(each, work, work.rows[0], out)()
+        outputs.append(out.data)
+    assert relative_error(*outputs) < 4e-3
 
 
 def test_what_the_library_is_told() -> None:
