@@ -41,6 +41,7 @@ class FlashInferSM100(FlashInferBackend):
         super().__init__(**options)
         self.query_scale = torch.ones(1, device=self.device)
         self.clamped_queries = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._counter_bytes = load("flashinfer.utils", INSTALL).get_trtllm_gen_multi_ctas_kv_counter_bytes
         self._cleared: dict[str, Tensor] = {}
 
     def resolve_layouts(self, kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, str, CacheLayouts]:
@@ -152,10 +153,7 @@ class FlashInferSM100(FlashInferBackend):
 
     def _counters(self, tokens: int, heads: int) -> Tensor:
         """Semaphores of the kernel, which leaves them zero."""
-        size = load("flashinfer.utils", INSTALL).get_trtllm_gen_multi_ctas_kv_counter_bytes(
-            tokens, heads, self._multiprocessors()
-        )
-        return self._zeros("counters", int(size))
+        return self._zeros("counters", int(self._counter_bytes(tokens, heads, self._multiprocessors())))
 
     def _multiprocessors(self) -> int:
         if self.device.type == "cuda":

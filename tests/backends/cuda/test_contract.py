@@ -74,6 +74,8 @@ FULL = os.environ.get("DSV41_FULL") == "1"
 BETWEEN = ["0.7.0", "0.7.1"] if FULL else []
 FLASHINFER = ["0.6.18", *BETWEEN, "0.7.4"]
 """The oldest and the newest, and where there is time what lies between."""
+FLASH_MLA = ["1.0.0.post20260429", *(["1.0.0.post20260615"] if FULL else []), "1.0.0.post20260924"]
+# One line for each backend: a library, its versions, and what makes it call them.
 CONTRACTS = [
     *(Contract("flashinfer-python", version, run) for version in FLASHINFER for run in (sm120, sm100)),
 ]
@@ -123,6 +125,15 @@ def test_the_features_of_the_real_release_are_those_of_the_emulated(version: str
     folder = wheels.sources_or_skip("flashinfer-python", version)
     found = KINDS["flashinfer"].features(folder / "flashinfer", version)
     assert found == emulated_flashinfer.FEATURES[version]
+
+
+@pytest.mark.parametrize("version", FLASH_MLA)
+def test_the_entries_of_flash_mla_are_where_they_are_looked_for(version: str) -> None:
+    folder = wheels.sources_or_skip("tokenspeed-flashmla", version, "3.12")
+    decode = wheels.signature(wheels.function(folder, "flash_mla.flash_mla_with_kvcache"))
+    assert {"q", "k_cache", "block_table", "head_dim_v", "indices", "attn_sink"} <= set(decode.parameters)
+    wheels.function(folder, "flash_mla.get_mla_metadata")
+    wheels.function(folder, "flash_mla.flash_mla_sparse_fwd")
 
 
 # The reader of wheels itself

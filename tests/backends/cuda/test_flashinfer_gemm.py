@@ -120,6 +120,7 @@ def test_the_last_projection_is_the_librarys_where_it_can_be(
     stack = stack_of(kind, path, quantize_activations=True)
     found = projected(stack)
     assert [name for name, _ in emulated.calls] == ["flashinfer.gemm.mm_mxfp8"]
+    assert stack.backend._multiplies, "the library refused nothing"
     weight = stack.layers[0].state.weights.wo_b
     torch.testing.assert_close(found, linear(x.bfloat16(), weight, quantize=True), rtol=2**-7, atol=1e-3)
     for others in ({"quantize_activations": False}, {"quantize_activations": True, "dtype": torch.float32}):
