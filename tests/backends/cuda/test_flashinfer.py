@@ -61,6 +61,8 @@ class Quick(Hostile):
     prepare_inputs = ReferenceBackend.prepare_inputs
     insert_window = ReferenceBackend.insert_window
     select = ReferenceBackend.select
+    index_scores = ReferenceBackend.index_scores
+    _insert_index_keys = ReferenceBackend._insert_index_keys
 
 
 class Whole120(Hostile, FlashInferSM120):
