@@ -151,6 +151,11 @@ class FlashMLABackend(PortableBackend):
         padded = torch.nn.functional.pad(sink, (0, padding), value=-torch.inf)
         return FlashMLAWeights(**vars(super().prepare_weights(layer)), sink=padded)
 
+    def attention_bytes(self, spec: LayerSpec, tokens: int) -> int:
+        """Those of the portable kernels where these are used; FlashMLA takes what it needs from torch's allocator."""
+        portable = self.choice.kernel(spec.num_heads, tokens) == PORTABLE
+        return super().attention_bytes(spec, tokens) if portable else 0
+
     def complete_plan(self, plan: StepPlan, specs: Sequence[LayerSpec]) -> StepPlan:
         window, lengths = pack_slots(plan.window_indices, _DECODE_COLUMNS)
         kinds = {spec.ratio: spec for spec in specs}

@@ -220,8 +220,9 @@ class FlashMLAMegaBackend(PortableBackend):
         super().prepare_weights(layer)
         return MegaWeights.made_of(layer)
 
-    def _reserve_attention(self, spec: LayerSpec, max_tokens: int) -> None:
-        """Nothing: the library takes what it needs from torch's allocator."""
+    def attention_bytes(self, spec: LayerSpec, tokens: int) -> int:
+        """None: the library takes what it needs from torch's allocator."""
+        return 0
 
     # Parts of the segments
 

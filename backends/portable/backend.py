@@ -180,7 +180,7 @@ class PortableBackend(ReferenceBackend):
             *prepared.wo_a.block,
             latent,
         )
-        return self._product(latent, prepared.wo_b, _codes(latent, spec, prepared.wo_b))
+        return self.project_latent(latent, layer)
 
     # Hooks
 
@@ -214,7 +214,7 @@ class PortableBackend(ReferenceBackend):
     def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
         self._max_tokens = max(self._max_tokens, max_tokens)
         for spec in self.specs:
-            self._reserve_attention(spec, max_tokens)
+            self.workspace.reserve("attention", self.attention_bytes(spec, max_tokens))
             if spec.owns_selection and not _chooses_all(spec, max_len // spec.ratio):
                 columns = max_len // spec.ratio
                 if spec.reads_candidates:
@@ -223,12 +223,6 @@ class PortableBackend(ReferenceBackend):
                     row = _padded(width) * torch.float32.itemsize
                     self.workspace.reserve(name, _bounded(SCORE_BYTES, max_tokens, row))
         return self.workspace.bytes
-
-    def _reserve_attention(self, spec: LayerSpec, max_tokens: int) -> None:
-        # Activations in bf16 take half of what is reserved for float32.
-        keys = (spec.window, spec.topk if spec.ratio else 0)
-        row = workspace_bytes(1, spec.num_heads, *keys, torch.float32)
-        self.workspace.reserve("attention", _bounded(ATTENTION_BYTES, max_tokens, row))
 
     # The segments
 
@@ -295,6 +289,19 @@ class PortableBackend(ReferenceBackend):
         scores = inputs.qr.new_zeros(inputs.qr.shape[0], visible)
         self._score(self._index_queries(inputs, layer), layer, plan, slice(None), None, scores)
         return scores
+
+    # Parts of the segments that a vendor's library may take over
+
+    def attention_bytes(self, spec: LayerSpec, tokens: int) -> int:
+        """Bytes of workspace that attention asks for in steps of so many tokens of a layer."""
+        # Activations in bf16 take half of what is reserved for float32.
+        keys = (spec.window, spec.topk if spec.ratio else 0)
+        return _bounded(ATTENTION_BYTES, tokens, workspace_bytes(1, spec.num_heads, *keys, torch.float32))
+
+    def project_latent(self, latent: Tensor, layer: LayerState) -> Tensor:
+        """The last product of the output projection: `latent` `[T, in]` by `wo_b`, `[T, hidden]`."""
+        prepared = _prepared(layer)
+        return self._product(latent, prepared.wo_b, _codes(latent, layer.spec, prepared.wo_b))
 
     # Parts of the segments
 

@@ -138,21 +138,17 @@ gfx1201   portable          portable          portable          portable        
 gfx1250   portable          portable          portable          portable          portable          portable
 cpu       reference         reference         reference         reference         reference         reference
 """
-CONTAINED = {"flashmla", "flashmla-mega", "portable", "reference"}
-"""What is part of this version; in place of the others, what comes next is chosen."""
+CONTAINED = {"flashinfer-sm100", "flashinfer-sm120", "flashmla", "flashmla-mega", "portable", "reference"}
+"""What is part of this version; the others are planned."""
 # At 256 heads a rank, all kernels end but aiter's: the others take up to 128.
 BEYOND_128_HEADS = {"aiter": "aiter"}
-# Where a phase changes it: a non-causal draft block does not fit trtllm-gen's fixed window columns.
-DRAFTING = {(arch, dtype): "portable" for arch in ("sm_100", "sm_103") for dtype in ("bfloat16", "fp8_e4m3")}
 
 
-def _expected(arch: str, dtype: str, phase: str, heads: int, base: str) -> str:
+def _expected(dtype: str, heads: int, base: str) -> str:
     if dtype == "float32":
         base = "portable"
     if heads > 128:
         return BEYOND_128_HEADS.get(base, "reference")
-    if phase == "draft" and (arch, dtype) in DRAFTING:
-        return DRAFTING[arch, dtype]
     return base
 
 
@@ -176,9 +172,15 @@ def test_fr_01_what_each_device_gets(arch: str, dtype: str, base: str) -> None:
         report = explain_backends(
             platform=platform, config=model, tp_size=tp_size, kv_cache_dtype=dtype, phases=(phase,)
         )
-        assert report.intended == _expected(arch, dtype, phase, heads, base), (phase, heads)
-        fallback = "reference" if arch == "cpu" or heads > 128 else "portable"
-        assert report.chosen == (report.intended if report.intended in CONTAINED else fallback), (phase, heads)
+        intended = _expected(dtype, heads, base)
+        assert report.intended == intended, (phase, heads)
+        usable = [candidate.name for candidate in report.candidates if candidate.usable]
+        assert report.chosen == (intended if intended in CONTAINED else usable[0]), (phase, heads)
+        assert set(usable) <= CONTAINED
+
+
+def test_what_is_contained_is_what_has_a_class() -> None:
+    assert {spec.name for spec in BUILTIN if spec.target} == CONTAINED
 
 
 def test_fr_01_the_table_covers_every_format_and_the_reports_archs() -> None:
@@ -194,7 +196,7 @@ def test_fr_02_every_unmet_requirement_is_listed_at_once() -> None:
     report = explain_backends(platform=machine("sm_121"), config=MODELS[256][0], kv_cache_dtype="bfloat16")
     assert classes(report, "flashmla") == {"arch", "dtype", "shape", "library"}
     assert classes(report, "flashmla-mega") == {"arch", "dtype", "shape", "library"}
-    assert classes(report, "flashinfer-sm120") == {"dtype", "shape", "library", "planned"}
+    assert classes(report, "flashinfer-sm120") == {"dtype", "shape", "library"}
     assert classes(report, "aiter") == {"arch", "library", "planned"}
 
 
@@ -204,7 +206,7 @@ def test_fr_03_a_forced_backend_is_refused_with_reasons_and_an_alternative() -> 
     text = str(caught.value)
     assert "backend 'flashmla' cannot run on cuda:0 (GB10, sm_121) with 64 heads a rank" in text
     assert "built for sm_90a, sm_100f" in text
-    assert "What can run this here: portable, reference." in text
+    assert "What can run this here: flashinfer-sm120, portable, reference." in text
 
 
 def test_fr_03_the_nearest_thing_may_be_a_format_or_a_device(double: Any) -> None:
@@ -289,7 +291,7 @@ def test_fr_10_the_reference_on_a_gpu_names_what_brings_the_portable_kernels() -
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("libraries", [EVERYTHING, {"triton": EVERYTHING["triton"]}], ids=["all there", "Triton alone"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_120", "gfx942", "gfx950"])
+@pytest.mark.parametrize("arch", ["sm_80", "gfx942", "gfx950"])
 def test_portable_warns_of_nothing_that_this_version_does_not_contain(
     arch: str, libraries: dict[str, Library], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,14 +304,18 @@ def test_portable_warns_of_nothing_that_this_version_does_not_contain(
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize(("arch", "best"), [("sm_90", "flashmla"), ("sm_100", "flashmla-mega")])
+@pytest.mark.parametrize(
+    ("arch", "best"), [("sm_90", "flashmla"), ("sm_100", "flashmla-mega"), ("sm_120", "flashinfer-sm120")]
+)
 def test_a_vendors_backend_runs_where_its_library_is_and_is_asked_for_where_it_is_not(arch: str, best: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = selected(full(arch))
     assert report.chosen == best
     assert not report.is_stopgap
-    with pytest.warns(SlowBackendWarning, match=rf"portable is not the fastest .* {best}: flash_mla is not installed"):
+    with pytest.warns(
+        SlowBackendWarning, match=rf"portable is not the fastest .* {best}: (flash_mla|flashinfer) is not installed"
+    ):
         assert selected(machine(arch, triton=EVERYTHING["triton"])).chosen == "portable"
 
 
@@ -481,7 +487,7 @@ def test_fr_109_each_class_of_reason_has_its_advice() -> None:
         for reason in (reason for candidate in report.candidates for reason in candidate.reasons):
             seen.add(reason.cls)
             assert any(word in reason.text for word in ADVICE[reason.cls]), reason
-    assert seen == set(ADVICE) - {"bug"}
+    assert seen == set(ADVICE) - {"bug", "phase"}, "every built-in backend serves every phase"
 
 
 def test_fr_109_no_advice_to_install_sounds_like_help_on_the_wrong_device() -> None:

@@ -186,7 +186,7 @@ def batch_of(stack: AttentionStack, counts: list[int], held: list[int], **option
 def test_padding_gives_zeros_whatever_it_holds_and_spoils_nothing(
     dyadic: Path, library: type[FlashMLA], fewest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded tokens of NaN, also inside a request; padded heads of NaN; a library that leaves NaN where no key is."""
+    """Padded tokens of NaN, also inside a request; padded heads of NaN."""
     monkeypatch.setattr(prefill, "FEWEST_TOKENS", fewest)
     tested = backend(library())
     stack = make_stack(dyadic, tested, [4])
