@@ -13,10 +13,13 @@ from torch import Tensor
 from dsv41.backends.cuda import nvrtc
 from dsv41.backends.cuda.choice import MOST_FEW
 from dsv41.errors import BackendError
+from dsv41.hal.records import Dialect, v4_584
 
 ARCH = "sm_90a"
-RECORD_BYTES = 584
-_KEYS, _DIMS, _THREADS = 32, 512, 160
+_RECORD = v4_584(Dialect.OCP)
+_KEYS, _THREADS = 32, 160
+_PADDING = 16
+"""Bytes behind each row in shared memory, so that eight rows start in different banks."""
 _CTAS_PER_SM = 2
 _RANKS = (10, 8, 5, 4, 3, 2)
 """How many CTAs may share a token. More than 8 are a cluster that a kernel must ask for."""
@@ -32,13 +35,22 @@ class Build:
     @property
     def shared_bytes(self) -> int:
         """Of `Shared` in the source, which checks it: tiles, the query (of more than 8 heads), scores, barriers."""
-        tile = _KEYS * (592 + 8)
-        query = _DIMS * self.heads * 2 if self.heads > 8 else 0
+        tile = _KEYS * (_RECORD.bytes + _PADDING)
+        query = _RECORD.dim * self.heads * 2 if self.heads > 8 else 0
         return -(-(self.stages * (tile + 20) + query + 4 * self.heads * 40 * 4) // 16) * 16
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"HEADS": self.heads, "STAGES": self.stages, "SHARED_BYTES": self.shared_bytes}
+        row_bytes, scale_bytes = _RECORD.bytes - _RECORD.scale_bytes, _RECORD.scale_bytes
+        return {
+            "HEADS": self.heads,
+            "STAGES": self.stages,
+            "SHARED_BYTES": self.shared_bytes,
+            "DIMS": _RECORD.dim,
+            "ROW_BYTES": row_bytes,
+            "SCALE_BYTES": scale_bytes,
+            "PITCH": row_bytes + _PADDING,
+        }
 
 
 BUILDS = (Build(8, 5), Build(16, 4))

@@ -1,7 +1,8 @@
 // Sparse multi-query attention over the 584-byte record for few query heads: sm_90 and newer.
 //
-// Compiled with HEADS (8 or 16: the columns of the matrix instructions), STAGES (tiles in flight) and SHARED_BYTES (what
-// a launch gives) defined.
+// Compiled with HEADS (8 or 16: the columns of the matrix instructions), STAGES (tiles in flight), SHARED_BYTES (what a
+// launch gives), those of the record (DIMS, ROW_BYTES, SCALE_BYTES) and the distance of rows in shared memory, PITCH,
+// defined.
 //
 // With few heads the work is moving rows: 576 bytes a key against 8 or 16 columns of products. So rows stay fp8 in
 // shared memory, as they lie in the cache, and are widened in registers on their way into the matrix instructions,
@@ -19,13 +20,8 @@
 // the middle of their range; the other 2^60 is put back at the end. Scales may be anything: those of the keys enter the
 // scores as fp32, and the weights relative to the largest that a group of dims has had so far, as a running maximum.
 
-#define DIMS 512
 #define CODED 448
-#define ROW_BYTES 576
-#define SCALE_BYTES 8
 #define KEYS 32
-// Rows at a distance of 148 words: eight of them start in eight different groups of four banks.
-#define PITCH 592
 // Scores at a distance of 40 words a head: four heads of eight keys are 32 banks.
 #define SCORE_PITCH 40
 #define N_TILES (HEADS / 8)
@@ -84,6 +80,8 @@ struct Shared {
     u64 full[STAGES], empty[STAGES];
     u32 live[STAGES];  // a bit for each key of a tile that is one
 };
+static_assert(DIMS == 512 && SCALE_BYTES == 8 && ROW_BYTES == CODED + 2 * (DIMS - CODED), "another record");
+static_assert(PITCH / 4 % 32 % 8 == 4, "eight rows start in eight different groups of four banks");
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
 
 // Instructions

@@ -15,6 +15,7 @@ from dsv41.errors import BackendError
 from dsv41.fp8 import dequantize_blocks, quantize_blocks
 from dsv41.hal.types import BlockScaledWeight
 
+from ...model.portables import DEVICE
 from . import emulated_mega
 
 DIM = 512
@@ -108,13 +109,17 @@ def small(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
+def on_device(matrix: FusedMatrix) -> tuple[Tensor, Tensor | None]:
+    return matrix.data.to(DEVICE), None if matrix.scale is None else matrix.scale.to(DEVICE)
+
+
 @pytest.mark.parametrize("coded", [True, False])
 def test_a_permuted_projection_is_the_plain_one_in_another_order(coded: bool) -> None:
     wide, x = small(8 * DIM, 64), small(3, 64, seed=1)
     fused = fused_query_rows(quantize_blocks(wide) if coded else wide, 8)
-    found = torch.empty(3, 8 * DIM)
-    linear(x, None, fused.data, fused.scale, *fused.block, found)
-    assert torch.equal(found[:, query_places(8).flatten()], x @ wide.T)
+    found = torch.empty(3, 8 * DIM, device=DEVICE)
+    linear(x.to(DEVICE), None, *on_device(fused), *fused.block, found)
+    assert torch.equal(found.cpu()[:, query_places(8).flatten()], x @ wide.T)
 
 
 @pytest.mark.parametrize("coded", [True, False])
@@ -131,9 +136,9 @@ def test_an_output_in_the_kernels_order_projects_to_what_the_plain_one_does(toke
     data, scale = torch.empty(codes.shape, dtype=torch.uint8), torch.empty(powers.shape, dtype=torch.uint8)
     data[:, :, place] = codes.view(torch.uint8)
     scale[:, :, place[::32] // 32] = (powers + 127).to(torch.uint8)
-    found = torch.empty(tokens, 2 * 16)
-    grouped_linear(data, scale, fused.data, fused.scale, *fused.block, found)
-    assert torch.equal(found, expected)
+    found = torch.empty(tokens, 2 * 16, device=DEVICE)
+    grouped_linear(data.to(DEVICE), scale.to(DEVICE), *on_device(fused), *fused.block, found)
+    assert torch.equal(found.cpu(), expected)
 
 
 def test_a_second_time_is_refused() -> None:
