@@ -261,18 +261,18 @@ def random_rows(slots: int, calls: int, tokens: int, width: int, generator: torc
 
 def our_call(backend: AttentionBackend, work: Work, rows: Rows, out: AttnOutput) -> Call:
     """What computes the attention of `work` over `rows` into `out` by the backend's own entry point."""
-    tokens, device = work.q.shape[0], work.q.device
-    # Positions only turn the query, and here by nothing; which rows are read was chosen already.
+    tokens, device, spec = work.q.shape[0], work.q.device, work.layer.spec
+    # Positions only turn the query, and here by nothing; which rows are read was chosen already: as many as there are.
     batch = ForwardBatch.from_host(
         query_lens=[1] * tokens,
-        seq_lens=[1] * tokens,
+        seq_lens=[_held(spec)] * tokens,
         window_pages=torch.zeros(tokens, 1, dtype=torch.int32),
         window_page_size=work.caches.window.layout.page_size,
         device=device,
     )
     request = torch.arange(tokens, device=device)
     slots = StepPlan(batch, request, rows.window[:, 0].contiguous(), rows.window, {}, {}, {})
-    plan = backend.complete_plan(slots, [work.layer.spec])
+    plan = backend.complete_plan(slots, [spec])
     empty = work.q.new_empty(tokens, 0)
     inputs = AttnInputs(hidden=empty, qr=empty, q=work.q, kv=empty, positions=batch.positions)
     selection = Selection(rows.compressed, derived=backend.complete_selection(rows.compressed))
@@ -376,8 +376,13 @@ def _without_rotation(backend: AttentionBackend, options: BenchOptions) -> Atten
 
 def _no_rotation(spec: LayerSpec, tokens: int, device: torch.device) -> Tensor:
     """Cosines of 1 and sines of 0, so that a backend that rotates gives what one gives that does not."""
-    half = spec.rope_dim // 2
-    return torch.cat((torch.ones(tokens, half), torch.zeros(tokens, half)), dim=1).to(device)
+    positions, half = max(tokens, _held(spec)), spec.rope_dim // 2
+    return torch.cat((torch.ones(positions, half), torch.zeros(positions, half)), dim=1).to(device)
+
+
+def _held(spec: LayerSpec) -> int:
+    """Tokens of a request whose last one sees a whole window and a whole selection."""
+    return max(spec.window, spec.topk * spec.ratio)
 
 
 def _nothing_but(sink: Tensor) -> LayerWeights:

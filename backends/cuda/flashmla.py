@@ -21,7 +21,7 @@ from dsv41.backends.cuda import nvrtc
 from dsv41.backends.cuda.choice import FEW_HEADS, FLASHMLA, PORTABLE, Choice
 from dsv41.backends.cuda.few_heads import few_heads
 from dsv41.backends.cuda.layouts import check_readable
-from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, cut, most_rows
+from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
 from dsv41.backends.cuda.tables import pack_gathered, pack_slots
 from dsv41.backends.cuda.vendor import call, load
@@ -55,7 +55,9 @@ class FlashMLAPlan:
     `window` int32 `[T, W]` are the slots of the window rows, packed to the left, and `window_lengths` int32 `[T]` how
     many there are. By ratio: `visible` int32 `[T]`, how many compressed rows a token of a whole selection has; `runs`,
     the calls that the step is cut into; and `schedules`, one of the library's scheduler metadata for each of them (None
-    for the prefill kernel, which has none), new in every step and shared by all layers of that ratio.
+    for the prefill kernel, which has none), new in every step and shared by all layers of that ratio. `full` are the
+    ratios in whose layers every token sees a whole window and a whole selection, as far as the host knows: lengths
+    save work where there is less, and only cost some there.
 
     The library plans inside the first call that a schedule is given to. In a step being captured that call, and so the
     planning, is in the graph, and each replay plans for its own lengths; that is why a schedule is never kept for
@@ -67,6 +69,7 @@ class FlashMLAPlan:
     visible: Mapping[int, Tensor]
     runs: Mapping[int, list[Run]]
     schedules: Mapping[int, list[Any]]
+    full: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,8 @@ class FlashMLABackend(PortableBackend):
             ratio: [None if run.gathered else call(self.library.get_mla_metadata)[0] for run in parts]
             for ratio, parts in runs.items()
         }
-        return replace(plan, extra=FlashMLAPlan(window, lengths, visible, runs, schedules))
+        full = frozenset(ratio for ratio, spec in kinds.items() if all_full(plan.batch, spec.window, ratio, spec.topk))
+        return replace(plan, extra=FlashMLAPlan(window, lengths, visible, runs, schedules, full))
 
     def complete_selection(self, slots: Tensor) -> SelectedRows:
         return SelectedRows(slots, *pack_slots(slots, _DECODE_COLUMNS))
@@ -254,8 +258,9 @@ class FlashMLABackend(PortableBackend):
             "is_fp8_kvcache": True,
             "indices": step.window[tokens, None],
             "attn_sink": layer.prepared.sink,
-            "topk_length": step.window_lengths[tokens],
         }
+        if spec.ratio not in step.full:
+            arguments["topk_length"] = step.window_lengths[tokens]
         if selection is not None:
             assert caches.compressed is not None
             chosen: SelectedRows = selection.derived

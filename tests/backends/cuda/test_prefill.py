@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv41.backends.cuda import prefill
-from dsv41.backends.cuda.prefill import Run, cut, most_rows, pays
+from dsv41.backends.cuda.prefill import Run, all_full, cut, most_rows, pays
 from dsv41.hal.types import ForwardBatch
 
 WINDOW, KEYS = 128, 640
@@ -117,3 +117,27 @@ def test_what_is_reserved_holds_for_every_step_within_it() -> None:
     assert most_rows(512, 8, 1 << 20, WINDOW, 1, KEYS) == 94523
     assert most_rows(4096, 8, 1 << 20, WINDOW, 1, KEYS) == (256 << 20) // 1024
     assert most_rows(512, 1, 512, WINDOW, 2, KEYS) == 512 + 127 + 256
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "full"),
+    [
+        ([(1, 1024), (1, 5000)], {}, True),
+        ([(1, 1023), (1, 5000)], {}, False),
+        ([(2, 1025)], {}, True),
+        ([(2, 1024)], {}, False),
+        ([(1, 1024), (0, 3)], {}, True),
+        ([(1, 1024)], {"num_tokens": 2}, False),
+        ([(1, 1024)], {"max_seq_len": 4096}, False),
+        ([(1, 1024)], {"causal": False}, False),
+        ([(1, 1024)], {"window_starts": [1024 - WINDOW]}, True),
+        ([(1, 1024)], {"window_starts": [1025 - WINDOW]}, False),
+        ([(0, 0)], {}, False),
+    ],
+)
+def test_lengths_are_left_out_only_where_every_token_sees_all(
+    requests: list[tuple[int, int]], options: dict[str, Any], full: bool
+) -> None:
+    assert all_full(batch(*requests, **options), WINDOW, 2, 512) == full
+    assert all_full(batch((1, WINDOW)), WINDOW, 0, 512)
+    assert not all_full(batch((1, WINDOW - 1)), WINDOW, 0, 512)
