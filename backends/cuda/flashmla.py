@@ -264,21 +264,24 @@ class FlashMLABackend(PortableBackend):
         if selection is not None:
             assert caches.compressed is not None
             chosen: SelectedRows = selection.derived
-            # The lengths that any layer of this ratio would have the schedule planned for. A selection that someone put
-            # in place of ours may be too narrow for them, and rows known only by slot have none: then its own.
-            visible = step.visible.get(spec.ratio)
-            if visible is None or chosen.indices.shape[1] < spec.topk:
-                visible = chosen.lengths
             arguments |= {
                 "extra_k_cache": _record_view(caches.compressed),
                 "extra_indices_in_kvcache": chosen.indices[tokens, None],
-                "extra_topk_length": visible[tokens],
             }
+            if spec.ratio not in step.full:
+                arguments["extra_topk_length"] = self._lengths(step, spec, chosen)[tokens]
         function = self.library.flash_mla_with_kvcache
         if self._takes_out["flash_mla_with_kvcache"]:
             call(function, **arguments, out=out.data[tokens, None])
         else:
             _put(out, tokens, call(function, **arguments)[0][:, 0])
+
+    @staticmethod
+    def _lengths(step: FlashMLAPlan, spec: LayerSpec, chosen: SelectedRows) -> Tensor:
+        """Those that any layer of this ratio would have the schedule planned for. A selection that someone put in place
+        of ours may be too narrow for them, and rows known only by slot have none: then its own."""
+        visible = step.visible.get(spec.ratio)
+        return chosen.lengths if visible is None or chosen.indices.shape[1] < spec.topk else visible
 
     def _prefill(
         self,
