@@ -25,8 +25,8 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 OTHER_TARGETS = ("sm_103", "gfx1201", "gfx1250")
 """What is compiled on request."""
 FIGURES = ("registers", "spill_bytes", "shared_bytes", "matrix", "code_bytes")
-COMPILING = "portable"
-"""The backend whose kernels they are."""
+COMPILING = ("portable", "flashmla")
+"""The backends whose kernels they are."""
 BUDGET = Path("ci/compile-budget.json")
 """Looked for where the command is run, which is the repository's root in CI."""
 
@@ -60,7 +60,7 @@ class Limit:
 @dataclass(frozen=True)
 class Budget:
     """Limits, in order: of those that speak of the same figure of a build, the last holds. `max_variants` is how many
-    builds there may be in all."""
+    builds a backend may have."""
 
     limits: tuple[Limit, ...] = ()
     max_variants: int | None = None
@@ -112,7 +112,8 @@ class Row:
 
 @dataclass
 class CompileReport:
-    """What was compiled. `skipped` are the targets that this Triton does not know, with the reason; `failures` the
+    """What was compiled. `skipped` are the targets that this Triton does not know, and the kernels
+    that cannot be compiled here, with the reason; `failures` the
     builds that did not compile and the limits that were broken, a sentence each. `cache` is where the binaries lie."""
 
     triton: str
@@ -149,7 +150,20 @@ def compile_targets(
             )
     if not targets:
         raise InputError(f"no target is named: expected some of {', '.join(known)}; name some, or leave --target out")
-    with Workers(_aot_module(COMPILING), jobs or default_jobs()) as workers:
+    reports = [_of_backend(backend, targets, jobs or default_jobs(), budget, progress) for backend in COMPILING]
+    whole = reports[0]
+    for report in reports[1:]:
+        whole.rows += report.rows
+        whole.skipped = report.skipped | whole.skipped
+        whole.failures += report.failures
+        whole.cache += f", {report.cache}"
+    return whole
+
+
+def _of_backend(
+    backend: str, targets: Sequence[str], jobs: int, budget: Budget | None, progress: Progress
+) -> CompileReport:
+    with Workers(_aot_module(backend), jobs) as workers:
         answers = dict(workers.ask_all({"list": [target]} for target in dict.fromkeys(targets)))
         listed = [_checked(answers[number]) for number in sorted(answers)]
         report = CompileReport(listed[0]["triton"], listed[0]["cache"])
@@ -159,19 +173,20 @@ def compile_targets(
     if budget is not None:
         report.failures += [excess for row in report.rows for excess in budget.excesses(row, report.triton)]
         if budget.max_variants is not None and len(report.rows) > budget.max_variants:
-            report.failures.append(f"there are {len(report.rows)} builds, the limit is {budget.max_variants}")
+            report.failures.append(f"{backend} has {len(report.rows)} builds, the limit is {budget.max_variants}")
     return report
 
 
 def compile_met(
     request: dict[str, Any], *, backend: str, jobs: int | None = None, progress: Progress = lambda *_: None
 ) -> CompileReport:
-    """Compile what a configuration can meet, as the backend's `aot` lists it for `request`, into Triton's cache.
+    """Compile what a configuration can meet, as the backend's `aot` lists it for `request`, into the caches
+    on disk.
 
     Raises BackendError for a backend that compiles nothing.
     """
     with Workers(_aot_module(backend), jobs or default_jobs()) as workers:
-        [(_, answer)] = workers.ask_all([{"meet": request}])
+        [(_, answer)] = workers.ask_all([{"meet": request, "backend": backend}])
         listed = _checked(answer)
         report = CompileReport(listed["triton"], listed["cache"])
         _compile(workers, listed["variants"], report, progress)
@@ -185,7 +200,8 @@ def default_jobs() -> int:
 
 def _compile(workers: Workers, variants: list[dict[str, Any]], report: CompileReport, progress: Progress) -> None:
     rows = [Row(variant["name"], variant["target"], variant["kind"]) for variant in variants]
-    progress("compiling", 0, len(rows))
+    if rows:
+        progress("compiling", 0, len(rows))
     answers = workers.ask_all({"compile": variant["payload"]} for variant in variants)
     for done, (number, answer) in enumerate(answers, start=1):
         row = rows[number]
@@ -213,7 +229,9 @@ def _aot_module(backend: str) -> str:
     spec = next((spec for spec in registry.all_specs() if spec.name == backend), None)
     package = spec.target.partition(":")[0].rpartition(".")[0] if spec is not None and spec.target else None
     if package is None or find_spec(f"{package}.aot") is None:
-        raise BackendError(f"backend {backend!r} compiles no kernels: expected {COMPILING!r} or one like it; name it")
+        raise BackendError(
+            f"backend {backend!r} compiles no kernels: expected {' or '.join(COMPILING)}, or one like them; name it"
+        )
     if os.environ.get("TRITON_INTERPRET", "") not in ("", "0"):
         raise BackendError(
             "TRITON_INTERPRET is set, so Triton runs kernels in Python and compiles none: expected it unset; unset it"

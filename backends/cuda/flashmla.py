@@ -94,11 +94,15 @@ class FlashMLABackend(PortableBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.choice = self.read_choice()
+
+    def read_choice(self) -> Choice:
+        """Which kernels are there. Warns on a Hopper GPU without the one for few heads."""
         hopper = self.device.type == "cuda" and self.arch == "sm_90"
         missing = nvrtc.missing() if hopper else None
-        self.choice = Choice.read(self.arch, few_heads=hopper and missing is None)
         if missing is not None:
-            warnings.warn(f"up to 16 heads a rank are padded to 64, at about twice the time: {missing}", stacklevel=2)
+            warnings.warn(f"up to 16 heads a rank are padded to 64, at about twice the time: {missing}", stacklevel=3)
+        return Choice.read(self.arch, few_heads=hopper and missing is None)
 
     @cached_property
     def library(self) -> Any:
@@ -143,7 +147,7 @@ class FlashMLABackend(PortableBackend):
     ) -> None:
         """By the kernel that `choose` names. Where the library brings a new tensor, `out.data` becomes that one."""
         # What is planned and selected holds slots in both forms, so that any kernel can take any call.
-        kernels = {FLASHMLA: self._attend, FEW_HEADS: self._attend_few_heads, PORTABLE: self._attend_portably}
+        kernels = {FLASHMLA: self._attend, FEW_HEADS: self.attend_few_heads, PORTABLE: self._attend_portably}
         kernels[self.choice.kernel(layer.spec.num_heads, len(inputs.q))](inputs, layer, selection, plan, out)
 
     # Hooks
@@ -195,7 +199,7 @@ class FlashMLABackend(PortableBackend):
             selection = replace(selection, derived=selection.derived.slots)
         super().forward_mqa(inputs, layer, selection, plan, out)
 
-    def _attend_few_heads(
+    def attend_few_heads(
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
     ) -> None:
         step, spec, caches = plan.extra, layer.spec, layer.caches

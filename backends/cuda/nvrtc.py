@@ -26,16 +26,20 @@ def cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
 
     Raises BackendError where NVRTC is missing or refuses the source.
     """
-    text = source(name)
-    key = hashlib.sha256(repr((text, arch, sorted(defines.items()), _version())).encode()).hexdigest()
-    kept = cache_folder() / f"{name}-{arch}-{key[:24]}.cubin"
+    kept = kept_at(name, arch, defines)
     if not kept.is_file():
-        code = _compile(name, text, arch, defines)
+        code = _compile(name, source(name), arch, defines)
         kept.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=kept.parent, delete=False) as part:
             part.write(code)
         os.replace(part.name, kept)  # whole or not at all, whoever else compiles the same
     return kept.read_bytes()
+
+
+def kept_at(name: str, arch: str, defines: Mapping[str, int]) -> Path:
+    """The file of the cache in which `cubin` keeps this build. Raises BackendError where NVRTC is missing."""
+    key = hashlib.sha256(repr((source(name), arch, sorted(defines.items()), _version())).encode()).hexdigest()
+    return cache_folder() / f"{name}-{arch}-{key[:24]}.cubin"
 
 
 def missing() -> str | None:

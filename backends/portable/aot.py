@@ -3,8 +3,8 @@
 `python -m dsv41.backends.portable.aot` is a worker: it answers one JSON request a line. `dsv41 compile` and
 `dsv41 warmup` run several, so that a compiler that crashes takes a worker with it and nothing else.
 
-    {"list": ["sm_90", ...]}        -> {"variants": [...], "skipped": {target: reason}, "triton": "3.9.0"}
-    {"meet": {...}}                 -> the same, for `variants.meet`
+    {"list": ["sm_90", ...]}        -> {"variants": [...], "skipped": {what: reason}, "triton": "3.9.0", "cache": ...}
+    {"meet": {...}, "backend": name} -> the same, for `variants.meet`
     {"compile": payload}            -> {"figures": {...}, "cached": bool}
 
 Every answer may be {"error": "..."} instead.
@@ -21,11 +21,11 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -38,6 +38,9 @@ from triton.runtime.jit import create_function_from_signature
 from dsv41.backends.portable.launch import Launch, settle_key
 from dsv41.hal.arch import ARCHS, vendor_of
 from dsv41.hal.types import LayerSpec
+
+if TYPE_CHECKING:
+    from dsv41.backends.portable.variants import Variant
 
 _MATRIX = {
     "ptx": re.compile(r"^\s*(?:@%p\d+ )?(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", re.MULTILINE),
@@ -152,7 +155,7 @@ def compile_build(build: Build) -> tuple[Figures, bool]:
 def read_figures(compiled: Any) -> Figures:
     """From a compiled kernel that was never loaded on a device."""
     if "cubin" in compiled.asm:
-        usage = _cuda_usage(compiled.asm["cubin"])
+        usage = cuda_usage(compiled.asm["cubin"])
         text, binary = "ptx", compiled.asm["cubin"]
     else:
         usage = _hip_usage(compiled.asm["amdgcn"])
@@ -162,11 +165,11 @@ def read_figures(compiled: Any) -> Figures:
         spill_bytes=usage[1],
         shared_bytes=compiled.metadata.shared,
         matrix=len(_MATRIX[text].findall(compiled.asm[text])),
-        code_bytes=sum(size for section, size in _sections(binary) if section.startswith(".text")),
+        code_bytes=code_bytes(binary),
     )
 
 
-def _cuda_usage(cubin: bytes) -> tuple[int, int]:
+def cuda_usage(cubin: bytes) -> tuple[int, int]:
     """Registers and spilled bytes of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -184,6 +187,11 @@ def _hip_usage(assembly: str) -> tuple[int, int]:
 
     # Registers that spill into accumulators of the same thread never reach memory, but cost moves: they count too.
     return number("vgpr_count"), max(number("private_segment_fixed_size"), 4 * number("vgpr_spill_count"))
+
+
+def code_bytes(elf: bytes) -> int:
+    """Of the machine code in a cubin or a code object."""
+    return sum(size for section, size in _sections(elf) if section.startswith(".text"))
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, int]]:
@@ -231,18 +239,23 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         skipped = {target: why for target in request["list"] if (why := why_unknown(target))}
         found = [v for target in request["list"] if target not in skipped for v in variants.gate(target)]
     else:
-        skipped, found = {}, variants.meet(**_typed(request["meet"]))
+        skipped, found = {}, variants.meet(**typed(request["meet"]))
     return {
-        "variants": [
-            {"name": v.name, "target": v.build.target, "kind": v.kind, "payload": v.build.pack()} for v in found
-        ],
+        "variants": [listed(variant) for variant in found],
         "skipped": skipped,
         "triton": triton.__version__,
         "cache": knobs.cache.dir,
     }
 
 
-def _typed(meeting: dict[str, Any]) -> dict[str, Any]:
+def listed(variant: Variant) -> dict[str, str]:
+    """A build as an answer lists it."""
+    return {
+        "name": variant.name, "target": variant.build.target, "kind": variant.kind, "payload": variant.build.pack()
+    }  # fmt: skip
+
+
+def typed(meeting: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `variants.meet` out of JSON."""
     block = meeting["block"]
     return meeting | {
@@ -252,7 +265,7 @@ def _typed(meeting: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def serve() -> None:
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Answer requests from stdin until it ends. Whatever compilers print goes to stderr."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
@@ -265,4 +278,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(answer)

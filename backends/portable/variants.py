@@ -10,7 +10,7 @@ for all of them, and records and head counts are spread over the targets so that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -105,6 +105,7 @@ def meet(
     target: str,
     specs: Sequence[LayerSpec],
     *,
+    make: Callable[..., PortableBackend] = PortableBackend,
     kv_cache_dtype: str = "auto",
     index_cache_dtype: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
@@ -113,7 +114,8 @@ def meet(
     max_requests: int = 64,
     max_len: int = 65536,
 ) -> list[Variant]:
-    """The builds that layers can meet on `target` in steps of up to `max_tokens` tokens.
+    """The builds that layers can meet on `target` in steps of up to `max_tokens` tokens, on the backend that
+    `make` makes, which must run without a device.
 
     What makes a difference: the tokens of a step by powers of two, short and long requests, the types that norms and
     compressors may be stored in, and, on AMD, caches of more than 2**31 bytes.
@@ -123,7 +125,7 @@ def meet(
     for large, kept, causal in product(larges, (torch.bfloat16, torch.float32), (True, False)):
         if chosen := [spec for spec in specs if spec.causal is causal]:
             layers = DryLayers(
-                PortableBackend(kv_cache_dtype=kv_cache_dtype, index_cache_dtype=index_cache_dtype),
+                make(kv_cache_dtype=kv_cache_dtype, index_cache_dtype=index_cache_dtype),
                 _distinct(chosen),
                 dtype=dtype,
                 block=block,

@@ -74,6 +74,7 @@ def _double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands for the compiler."""
     (tmp_path / "a_compiler_of_this_test.py").write_text(AOT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(ahead, "COMPILING", ("portable",))
     monkeypatch.setattr(ahead, "_aot_module", lambda backend: "a_compiler_of_this_test")
 
 
@@ -224,7 +225,17 @@ def test_all_blocking_targets_are_compiled_if_none_is_named() -> None:
 @pytest.mark.usefixtures("_double")
 def test_too_many_builds_are_a_failure() -> None:
     report = compile_targets(["sm_90"], budget=Budget(max_variants=1))
-    assert report.failures == ["there are 2 builds, the limit is 1"]
+    assert report.failures == ["portable has 2 builds, the limit is 1"]
+
+
+@pytest.mark.usefixtures("_double")
+def test_each_backend_that_compiles_has_its_rows_and_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "COMPILING", ("portable", "flashmla"))
+    report = compile_targets(["sm_90", "gfx1250"], budget=Budget(max_variants=2))
+    assert [build.name for build in report.rows] == ["attend heads=16", "combine"] * 2
+    assert (report.failures, list(report.skipped)) == ([], ["gfx1250"])
+    report = compile_targets(["sm_90"], budget=Budget(max_variants=1))
+    assert report.failures == [f"{name} has 2 builds, the limit is 1" for name in ("portable", "flashmla")]
 
 
 @pytest.mark.parametrize("given", ["sm_91", "sm_90,h200", "gfx90a"])
@@ -319,3 +330,8 @@ def test_it_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_without_kernels_compiles_nothing() -> None:
     with pytest.raises(BackendError, match="'reference' compiles no kernels"):
         ahead._aot_module("reference")
+
+
+def test_the_backends_whose_kernels_are_compiled_have_workers() -> None:
+    modules = [ahead._aot_module(backend) for backend in ahead.COMPILING]
+    assert modules == ["dsv41.backends.portable.aot", "dsv41.backends.cuda.aot"]

@@ -1,0 +1,122 @@
+"""Our CUDA C++ kernels compiled ahead of time, without a GPU, and what a configuration can meet on FlashMLA's backend.
+
+`python -m dsv41.backends.cuda.aot` is a worker that answers as `backends/portable/aot.py` does. Its payloads are of two
+forms: those of that module for Triton's kernels, and "few_heads:8" for the build of `few_heads.BUILDS` for 8 heads.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from triton import knobs
+
+from dsv41.backends.cuda import few_heads, nvrtc
+from dsv41.backends.cuda.choice import FEW_HEADS, Choice
+from dsv41.backends.cuda.flashmla import FlashMLABackend
+from dsv41.backends.portable import aot, variants
+from dsv41.errors import BackendError
+
+TARGET = "sm_90"
+"""The only one that our kernels are built for."""
+_PREFIX = "few_heads:"
+_MATRIX = re.compile(r"\b[HIQ]G?MMA\.")
+
+
+class DryFlashMLA(FlashMLABackend):
+    """On no device: it launches what the backend would on `target`, but calls neither the library nor CUDA C++."""
+
+    def __init__(self, target: str, **options: Any) -> None:
+        self.target = target
+        super().__init__(**options)
+
+    def read_choice(self) -> Choice:
+        return Choice.read(self.target, few_heads=self.target == TARGET and nvrtc.missing() is None)
+
+    @cached_property
+    def library(self) -> Any:
+        return SimpleNamespace(
+            get_mla_metadata=lambda: (None, None), flash_mla_with_kvcache=_written, flash_mla_sparse_fwd=_written
+        )
+
+    def attend_few_heads(self, *arguments: Any) -> None:
+        arguments[-1].rotated_back = False
+
+
+def _written(*, out: Any, **_: Any) -> None:
+    """A call that writes its result into `out`."""
+
+
+def compile_few_heads(build: few_heads.Build) -> tuple[aot.Figures, bool]:
+    """Compile, or find in the cache, and read the figures; whether it was there. Raises as `nvrtc.cubin` does."""
+    request = ("few_heads", few_heads.ARCH, build.defines)
+    kept = nvrtc.kept_at(*request)
+    cached = kept.is_file()
+    code = nvrtc.cubin(*request)
+    registers, spilt = aot.cuda_usage(code)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-sass", str(kept)]
+    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    matrix = len(_MATRIX.findall(assembly))
+    return aot.Figures(registers, spilt, build.shared_bytes, matrix, aot.code_bytes(code)), cached
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """One request, as the module of the portable backend says."""
+    if "compile" in request:
+        payload = request["compile"]
+        if not payload.startswith(_PREFIX):
+            return aot.answer(request)
+        heads = int(payload.removeprefix(_PREFIX))
+        figures, cached = compile_few_heads(few_heads.build_for(heads))
+        return {"figures": asdict(figures), "cached": cached}
+    if "list" in request:
+        why = nvrtc.missing() if TARGET in request["list"] else None
+        builds = few_heads.BUILDS if TARGET in request["list"] and why is None else ()
+        return {
+            "variants": _listed(builds),
+            "skipped": {} if why is None else {f"few_heads on {TARGET}": " ".join(why.split())},
+            "triton": triton.__version__,
+            "cache": str(nvrtc.cache_folder()),
+        }
+    if request["backend"] != FlashMLABackend.name:
+        raise BackendError(
+            f"what {request['backend']} can meet is not listed: expected {FlashMLABackend.name}; let the first steps "
+            "of others compile what they need"
+        )
+    return _meet(aot.typed(request["meet"]))
+
+
+def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
+    target = meeting["target"]
+    choice = DryFlashMLA(target).choice
+    few = {spec.num_heads for spec in meeting["specs"] if choice.kernel(spec.num_heads, 1) == FEW_HEADS}
+    triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
+    return {
+        "variants": [aot.listed(variant) for variant in triton_builds]
+        + _listed(sorted({few_heads.build_for(heads) for heads in few}, key=lambda build: build.heads)),
+        "skipped": {},
+        "triton": triton.__version__,
+        "cache": f"{knobs.cache.dir}, {nvrtc.cache_folder()}",
+    }
+
+
+def _listed(builds: Iterable[few_heads.Build]) -> list[dict[str, str]]:
+    return [
+        {
+            "name": f"few_heads heads={build.heads} stages={build.stages}",
+            "target": TARGET,
+            "kind": "attention",
+            "payload": f"{_PREFIX}{build.heads}",
+        }
+        for build in builds
+    ]
+
+
+if __name__ == "__main__":
+    aot.serve(answer)
