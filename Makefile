@@ -20,7 +20,7 @@ test: $(VENV)/installed
 
 # Every record, placement, dialect and head count with every other, instead of each pair once.
 test-full: $(VENV)/installed
-	$(TEST_ENV) DSV41_FULL=1 $(BIN)/python -m pytest -n auto -q tests/backends/portable
+	$(TEST_ENV) DSV41_FULL=1 $(BIN)/python -m pytest -n auto -q tests/backends/portable tests/backends/cuda
 
 # mypy sees the packages that pyproject maps to other folders only once they are installed.
 lint: $(VENV)/installed
