@@ -37,7 +37,7 @@ class DryFlashMLA(FlashMLABackend):
         super().__init__(**options)
 
     def read_choice(self) -> Choice:
-        return Choice.read(self.target, few_heads=self.target == TARGET and nvrtc.missing() is None)
+        return Choice.read(self.target, nvrtc.missing() if self.target == TARGET else f"it is built for {TARGET}")
 
     @cached_property
     def library(self) -> Any:

@@ -29,29 +29,29 @@ _TABLES: dict[str, dict[int, dict[int, str]]] = {
 @dataclass(frozen=True)
 class Choice:
     """The kernel of each call on `arch`: what DSV41_FLASHMLA_KERNEL named when this was made, or else the fastest that
-    was measured, of those that are there: `few_heads` says whether the kernel of that name is."""
+    was measured, of those that are there: `missing` is why the kernel for few heads is not, None where it is."""
 
     arch: str
-    few_heads: bool
+    missing: str | None
     named: str | None = None
 
     @staticmethod
-    def read(arch: str, few_heads: bool) -> Choice:
+    def read(arch: str, missing: str | None) -> Choice:
         """Raises BackendError where the variable names no kernel, or one that is not there."""
         named = os.environ.get(ENV_KERNEL, "").strip().lower()
         if named in ("", "auto"):
-            return Choice(arch, few_heads)
+            return Choice(arch, missing)
         if named not in KERNELS:
             raise BackendError(
                 f"{ENV_KERNEL} is {os.environ[ENV_KERNEL]!r}: expected auto, {', '.join(KERNELS)}; name one of these, "
                 "or unset it"
             )
-        if named == FEW_HEADS and not few_heads:
+        if named == FEW_HEADS and missing is not None:
             raise BackendError(
-                f"{ENV_KERNEL} is {FEW_HEADS!r}, which does not run here: expected an sm_90 GPU, this is {arch}, and "
-                "cuda.core with NVRTC (`pip install cuda-core[cu13]`); unset it"
+                f"{ENV_KERNEL} is {FEW_HEADS!r}, which does not run here ({missing}): expected one of the others; name "
+                "one, or unset it"
             )
-        return Choice(arch, few_heads, named)
+        return Choice(arch, missing, named)
 
     def kernel(self, num_heads: int, num_tokens: int) -> str:
         """Of a call of `num_tokens` tokens with `num_heads` live heads. FEW_HEADS by name serves what it can."""
@@ -60,8 +60,10 @@ class Choice:
         table = _TABLES.get(self.arch, _TABLES["sm_100"])
         by_tokens = next(row for most, row in table.items() if num_heads <= most)
         best = next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
-        return best if best != FEW_HEADS or self.few_heads else FLASHMLA
+        return best if best != FEW_HEADS or self.missing is None else FLASHMLA
 
     def pads(self, num_heads: int) -> bool:
         """Whether some call with so many heads is FlashMLA's, which takes 64 or 128."""
-        return any(self.kernel(num_heads, tokens) == FLASHMLA for tokens in (1, _EVER))
+        table = _TABLES.get(self.arch, _TABLES["sm_100"])
+        borders = [tokens for row in table.values() for tokens in row]
+        return any(self.kernel(num_heads, tokens) == FLASHMLA for tokens in borders)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv41.backends.cuda import nvrtc
+from dsv41.backends.cuda import nvrtc, vendor
 from dsv41.backends.cuda.choice import MOST_FEW
 from dsv41.errors import BackendError
 from dsv41.hal.records import Dialect, v4_584
 
-ARCH = "sm_90a"
+TARGET, ARCH = "sm_90", "sm_90a"
 _RECORD = v4_584(Dialect.OCP)
 _KEYS, _THREADS = 32, 160
 _PADDING = 16
@@ -66,8 +66,18 @@ def build_for(num_heads: int) -> Build:
     )
 
 
+def why_not() -> str | None:
+    """Why the kernel cannot be compiled here, None where it can; compiles all builds that are not in the cache."""
+    try:
+        for build in BUILDS:
+            nvrtc.cubin("few_heads", ARCH, build.defines)
+    except BackendError as error:
+        return " ".join(str(error).split())
+    return None
+
+
 @torch.library.custom_op("dsv41::few_heads", mutates_args=("out",))
-def few_heads(
+def attend(
     q: Tensor,
     num_heads: int,
     sink: Tensor,
@@ -87,15 +97,23 @@ def few_heads(
     `window` and `compressed` are uint8 `[pages, bytes]`, 16-byte aligned pages of 584-byte records with a page's scales
     behind its rows. Indices are slots, int32 `[T, n]` (contiguous, -1 = none), of which the first `lengths` int32 `[T]`
     count. `sink` float32 `[num_heads]` joins the denominator only. A token with no row gets zeros; heads past
-    `num_heads` of `out` stay as they are.
+    `num_heads` of `out` stay as they are. Strides of `q` and `out` are multiples of 4, their heads dense.
+
+    Raises BackendError for more than 16 heads, and for tensors that the kernel would misread.
     """
     tokens = q.shape[0]
+    build = build_for(num_heads)
+    parts = [(window, window_indices, window_lengths)]
+    if compressed is not None:
+        if compressed_indices is None or compressed_lengths is None:
+            raise BackendError("few_heads has a compressed cache without its indices: expected both; give lengths too")
+        parts.append((compressed, compressed_indices, compressed_lengths))
+    _check(q, num_heads, sink, parts, out)
     if tokens == 0:
         return
-    build = build_for(num_heads)
     keys = window_indices.shape[1]
     caches = [_cache(window, window_page_size, window_indices, window_lengths)]
-    if compressed is not None and compressed_indices is not None and compressed_lengths is not None:
+    if compressed is not None:
         caches.append(_cache(compressed, compressed_page_size, compressed_indices, compressed_lengths))
         keys += compressed_indices.shape[1]
     else:
@@ -109,6 +127,38 @@ def few_heads(
         ranks = kernel.ranks(tokens, -(-keys // _KEYS))
         clusters = tokens if ranks > 1 else min(tokens, kernel.resident)
         kernel.launch(torch.cuda.current_stream(q.device).cuda_stream, clusters, ranks, arguments)
+
+
+def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:
+    """Raise BackendError for what the kernel would misread."""
+    tokens, shape = q.shape[0], (q.shape[0], _RECORD.dim)
+    rows = {"q": q, "out": out}
+    wrong = [
+        name
+        for name, x in rows.items()
+        if x.dtype != torch.bfloat16
+        or (x.shape[0], x.shape[2]) != shape
+        or x.shape[1] < num_heads
+        or x.stride(2) != 1
+        or any(number % 4 for number in (x.stride(0), x.stride(1), x.data_ptr() // x.element_size()))
+    ]
+    if sink.dtype != torch.float32 or not sink.is_contiguous() or len(sink) < num_heads:
+        wrong.append("sink")
+    for name, (pages, indices, lengths) in zip(("window", "compressed"), parts, strict=False):
+        if pages.dtype != torch.uint8 or pages.stride(-1) != 1 or (pages.data_ptr() | pages.stride(0)) % 16:
+            wrong.append(name)
+        if indices.dtype != torch.int32 or not indices.is_contiguous() or len(indices) != tokens:
+            wrong.append(f"{name}_indices")
+        if lengths.dtype != torch.int32 or not lengths.is_contiguous() or len(lengths) != tokens:
+            wrong.append(f"{name}_lengths")
+    given = [q, sink, out, *(tensor for part in parts for tensor in part)]
+    if len({tensor.device for tensor in given}) > 1:
+        wrong.append("a device")
+    if wrong:
+        raise BackendError(
+            f"few_heads was given {', '.join(wrong)} in another form ({vendor.words({**rows, 'sink': sink})}): "
+            "expected what its documentation says; give it so, or use another kernel"
+        )
 
 
 def _cache(cache: Tensor, page_size: int, indices: Tensor, lengths: Tensor) -> list[Any]:

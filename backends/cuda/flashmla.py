@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv41.backends.cuda import nvrtc
-from dsv41.backends.cuda.choice import FEW_HEADS, FLASHMLA, PORTABLE, Choice
-from dsv41.backends.cuda.few_heads import few_heads
+from dsv41.backends.cuda import few_heads
+from dsv41.backends.cuda.choice import FEW_HEADS, FLASHMLA, MOST_FEW, PORTABLE, Choice
 from dsv41.backends.cuda.layouts import check_readable
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
@@ -83,7 +82,7 @@ class SelectedRows:
 
 
 class FlashMLABackend(PortableBackend):
-    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128.
+    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and for few heads by a kernel of ours.
 
     The library is imported when the first step is planned, or before by `library`.
     """
@@ -97,12 +96,10 @@ class FlashMLABackend(PortableBackend):
         self.choice = self.read_choice()
 
     def read_choice(self) -> Choice:
-        """Which kernels are there. Warns on a Hopper GPU without the one for few heads."""
-        hopper = self.device.type == "cuda" and self.arch == "sm_90"
-        missing = nvrtc.missing() if hopper else None
-        if missing is not None:
-            warnings.warn(f"up to 16 heads a rank are padded to 64, at about twice the time: {missing}", stacklevel=3)
-        return Choice.read(self.arch, few_heads=hopper and missing is None)
+        """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
+        if self.device.type != "cuda" or self.arch != few_heads.TARGET:
+            return Choice.read(self.arch, f"it is built for {few_heads.TARGET}, this is {self.arch}")
+        return Choice.read(self.arch, few_heads.why_not())
 
     @cached_property
     def library(self) -> Any:
@@ -121,7 +118,14 @@ class FlashMLABackend(PortableBackend):
                 f"{self.name} was given {num_heads} query heads on a rank: expected 1 to {_HEADS[-1]}, which are "
                 f"padded to {' or '.join(map(str, _HEADS))}; use a larger tp_size, or the reference"
             )
-        return next(heads for heads in _HEADS if heads >= num_heads) if self.choice.pads(num_heads) else num_heads
+        if not self.choice.pads(num_heads):
+            return num_heads
+        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == few_heads.TARGET:
+            warnings.warn(
+                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at about twice the time: {self.choice.missing}",
+                stacklevel=2,
+            )
+        return next(heads for heads in _HEADS if heads >= num_heads)
 
     def resolve_layouts(self, kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, str, CacheLayouts]:
         """Every name that is taken means the 584-byte record, scales behind a page's rows. Its pages are padded to a
@@ -155,7 +159,7 @@ class FlashMLABackend(PortableBackend):
     def prepare_weights(self, layer: LayerState) -> FlashMLAWeights:
         sink = layer.weights.attn_sink
         padding = layer.spec.padded_heads - len(sink)
-        padded = torch.nn.functional.pad(sink, (0, padding), value=-torch.inf)
+        padded = torch.nn.functional.pad(sink.float(), (0, padding), value=-torch.inf)
         return FlashMLAWeights(**vars(super().prepare_weights(layer)), sink=padded)
 
     def attention_bytes(self, spec: LayerSpec, tokens: int) -> int:
@@ -165,7 +169,8 @@ class FlashMLABackend(PortableBackend):
 
     def complete_plan(self, plan: StepPlan, specs: Sequence[LayerSpec]) -> StepPlan:
         window, lengths = pack_slots(plan.window_indices, _DECODE_COLUMNS)
-        kinds = {spec.ratio: spec for spec in specs}
+        # Only layers whose calls may be the library's need its tables and schedules.
+        kinds = {spec.ratio: spec for spec in specs if self.choice.pads(spec.num_heads)}
         runs = {ratio: cut(plan.batch, spec.window, ratio, _keys(spec)) for ratio, spec in kinds.items()}
         visible = {
             ratio: plan.num_visible[ratio].clamp(max=spec.topk).int()
@@ -185,7 +190,7 @@ class FlashMLABackend(PortableBackend):
     def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
         super().reserve(max_tokens, max_requests, max_len)
         for spec in self.specs:
-            if spec.causal:
+            if spec.causal and self.choice.pads(spec.num_heads):
                 rows = most_rows(max_tokens, max_requests, max_len, spec.window, spec.ratio, _keys(spec))
                 self.workspace.reserve("gathered", rows * ROW_BYTES)
         return self.workspace.bytes
@@ -210,10 +215,10 @@ class FlashMLABackend(PortableBackend):
             chosen: SelectedRows = selection.derived
             cache = caches.compressed
             compressed = (cache.data, cache.layout.page_size, chosen.indices, chosen.lengths)
-        few_heads(
+        few_heads.attend(
             self._bfloat16(inputs.q),
             spec.num_heads,
-            layer.weights.attn_sink,
+            layer.prepared.sink,
             spec.scale,
             caches.window.data,
             caches.window.layout.page_size,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 
 from dsv41.errors import BackendError
 
-INSTALL = "`pip install cuda-core[cu13]`"
+INSTALL = "`pip install -U 'cuda-core[cu13]>=1.0'`"
+_STANDARD = "c++17"
+_ELF = b"\x7fELF"
 
 
 def source(name: str) -> str:
@@ -24,21 +28,43 @@ def source(name: str) -> str:
 def cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
     """The machine code of a kernel for `arch`, such as "sm_90a", with macros defined: from the cache, or compiled.
 
-    Raises BackendError where NVRTC is missing or refuses the source.
+    A cache that cannot be read or written costs a compilation in each process. Raises BackendError where NVRTC is
+    missing or refuses the source.
     """
     kept = kept_at(name, arch, defines)
-    if not kept.is_file():
-        code = _compile(name, source(name), arch, defines)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=kept.parent, delete=False) as part:
-            part.write(code)
-        os.replace(part.name, kept)  # whole or not at all, whoever else compiles the same
-    return kept.read_bytes()
+    with suppress(OSError):
+        if (code := kept.read_bytes()).startswith(_ELF):
+            return code
+    code = _compile(name, source(name), arch, defines)
+    try:
+        _keep(kept, code)
+    except OSError as error:
+        warnings.warn(
+            f"compiled kernels cannot be kept in {kept.parent} ({error}), so every process compiles them: set "
+            "DSV41_CACHE_DIR to a folder that can be written",
+            stacklevel=2,
+        )
+    return code
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Whole or not at all, whoever else compiles the same; for everyone to read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        part.write(code)
+    try:
+        os.chmod(part.name, 0o644)
+        os.replace(part.name, path)
+    except OSError:
+        os.unlink(part.name)
+        raise
 
 
 def kept_at(name: str, arch: str, defines: Mapping[str, int]) -> Path:
     """The file of the cache in which `cubin` keeps this build. Raises BackendError where NVRTC is missing."""
-    key = hashlib.sha256(repr((source(name), arch, sorted(defines.items()), _version())).encode()).hexdigest()
+    key = hashlib.sha256(
+        repr((source(name), arch, _STANDARD, sorted(defines.items()), _version())).encode()
+    ).hexdigest()
     return cache_folder() / f"{name}-{arch}-{key[:24]}.cubin"
 
 
@@ -55,20 +81,23 @@ def cache_folder() -> Path:
     """Where compiled kernels are kept: `DSV41_CACHE_DIR`, or `dsv41` in the user's cache folder."""
     if folder := os.environ.get("DSV41_CACHE_DIR"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv41"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dsv41"
 
 
 def _compile(name: str, text: str, arch: str, defines: Mapping[str, int]) -> bytes:
     core = _core()
-    options = core.ProgramOptions(
-        name=f"{name}.cu", arch=arch, std="c++17", define_macro=[(key, str(value)) for key, value in defines.items()]
-    )
     try:
+        options = core.ProgramOptions(
+            name=f"{name}.cu",
+            arch=arch,
+            std=_STANDARD,
+            define_macro=[(key, str(value)) for key, value in defines.items()],
+        )
         code = core.Program(text, "c++", options).compile("cubin").code
     except Exception as error:
         raise BackendError(
             f"{name}.cu does not compile for {arch} with {dict(defines)} ({type(error).__name__}: {error}): expected "
-            f"an NVRTC of CUDA 12.4 or newer, which knows {arch}; {INSTALL}"
+            f"the NVRTC of CUDA 13, which knows {arch}; {INSTALL}"
         ) from error
     return bytes(code)
 
@@ -78,6 +107,8 @@ def _core() -> Any:
     try:
         import cuda.core
 
+        for name in ("LEGACY_DEFAULT_STREAM", "LaunchConfig", "ObjectCode", "Program", "ProgramOptions", "launch"):
+            getattr(cuda.core, name)  # which older versions lack
         return cuda.core
     except Exception as error:
         raise BackendError(
@@ -89,9 +120,9 @@ def _core() -> Any:
 @cache
 def _version() -> tuple[int, int]:
     _core()
-    from cuda.bindings import nvrtc
-
     try:
+        from cuda.bindings import nvrtc
+
         status, major, minor = nvrtc.nvrtcVersion()
     except Exception as error:  # whatever the search for its shared library raises
         raise BackendError(f"NVRTC cannot be loaded ({error}): expected that of CUDA 13; {INSTALL}") from error

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsv41.errors import BackendError
@@ -23,9 +24,12 @@ def load(module: str, install: str) -> Any:
 
 
 def call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """`function(**arguments)`. Raises BackendError with the library's words and with the arguments, as shapes."""
+    """`function(**arguments)`. Raises BackendError with the library's words and with the arguments, as shapes. A lack
+    of memory stays what it is, since an engine can do something about it."""
     try:
         return function(**arguments)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__name__', function)}"
         raise BackendError(

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv41.backends.cuda import nvrtc
-from dsv41.backends.cuda.few_heads import ARCH, BUILDS, Build, build_for, few_heads
+from dsv41.backends.cuda.few_heads import ARCH, BUILDS, Build, attend, build_for, why_not
 from dsv41.errors import BackendError
 from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
 from dsv41.hal.records import Dialect, v4_584
+
+from ...wording import refused
 
 MISSING = nvrtc.missing()
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -28,10 +32,10 @@ compiles = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 
 @compiles
 @pytest.mark.parametrize("build", BUILDS, ids=str)
-def test_it_compiles_without_spills_and_two_fit_on_a_multiprocessor(build: Build) -> None:
+def test_it_compiles_without_spills_and_two_fit_on_a_multiprocessor(build: Build, tmp_path: Path) -> None:
     knobs = pytest.importorskip("triton.knobs")
     code = nvrtc.cubin("few_heads", ARCH, build.defines)
-    path = nvrtc.cache_folder() / "figures.cubin"
+    path = tmp_path / "figures.cubin"
     path.write_bytes(code)
     command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -56,6 +60,75 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert kept.read_bytes() == code
     monkeypatch.setattr(nvrtc, "_compile", lambda *_: pytest.fail("compiled again"))
     assert nvrtc.cubin("few_heads", ARCH, BUILDS[0].defines) == code
+
+
+@compiles
+def test_a_cache_that_cannot_be_used_costs_time_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DSV41_CACHE_DIR", str(tmp_path / "file" / "under"))
+    with pytest.warns(UserWarning, match="cannot be kept .*set DSV41_CACHE_DIR"):
+        assert nvrtc.cubin("few_heads", ARCH, BUILDS[0].defines).startswith(b"\x7fELF")
+
+
+@compiles
+def test_a_broken_file_in_the_cache_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV41_CACHE_DIR", str(tmp_path))
+    nvrtc.kept_at("few_heads", ARCH, BUILDS[0].defines).write_bytes(b"")
+    code = nvrtc.cubin("few_heads", ARCH, BUILDS[0].defines)
+    [kept] = tmp_path.iterdir()
+    assert kept.read_bytes() == code != b""
+    assert kept.stat().st_mode & 0o777 == 0o644
+
+
+def test_without_a_compiler_the_reason_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bytes:
+        raise BackendError("no\n  compiler: expected one; install it")
+
+    monkeypatch.setattr(nvrtc, "cubin", refuse)
+    assert why_not() == "no compiler: expected one; install it"
+
+
+def small_call() -> dict[str, Any]:
+    window = torch.zeros(2, 64 * 584 + 64, dtype=torch.uint8)
+    q = torch.zeros(3, 8, 512, dtype=torch.bfloat16)
+    indices, lengths = torch.zeros(3, 64, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    return {
+        "q": q, "num_heads": 8, "sink": torch.zeros(8), "scale": 1.0, "window": window, "window_page_size": 64,
+        "window_indices": indices, "window_lengths": lengths, "compressed": None, "compressed_page_size": 1,
+        "compressed_indices": None, "compressed_lengths": None, "out": torch.empty_like(q),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("q", lambda x: x.float()),
+        ("q", lambda x: x[:, :7]),
+        ("q", lambda x: torch.zeros(3, 8, 1024).bfloat16()[:, :, ::2]),
+        ("out", lambda x: torch.zeros(3, 8, 514).bfloat16()[:, :, :512]),
+        ("out", lambda x: torch.zeros(3 * 8 * 512 + 1).bfloat16()[1:].view(3, 8, 512)),
+        ("sink", lambda x: x.bfloat16()),
+        ("window", lambda x: x[:, 8:]),
+        ("window", lambda x: x.view(torch.int8)),
+        ("window_indices", lambda x: x.long()),
+        ("window_indices", lambda x: x[:, ::2]),
+        ("window_indices", lambda x: x[:2]),
+        ("window_lengths", lambda x: x.long()),
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(name: str, change: Callable[[Tensor], Tensor]) -> None:
+    arguments = small_call()
+    arguments[name] = change(arguments[name])
+    with refused(BackendError, name):
+        attend(**arguments)
+
+
+def test_a_compressed_cache_without_its_rows_is_refused() -> None:
+    arguments = small_call()
+    with refused(BackendError, "a compressed cache without its indices"):
+        attend(**arguments | {"compressed": arguments["window"]})
 
 
 def test_the_smallest_build_is_taken() -> None:
@@ -113,7 +186,7 @@ def run(
     for cache, indices, lengths in parts:
         given += [cache.data, cache.layout.page_size, indices, lengths]
     given += [None, 1, None, None][: 8 - len(given)]
-    few_heads(q, heads, sink, scale, *given, out)
+    attend(q, heads, sink, scale, *given, out)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -219,6 +292,7 @@ def test_a_graph_follows_its_tensors(tokens: int) -> None:
         found = out.clone()
         run(q, 16, sink, 0.05, parts, out)
         assert torch.equal(found, out)
+        assert error(found, exact(q, sink, 0.05, parts)) < 4e-3
 
 
 @on_hopper
@@ -239,4 +313,4 @@ def test_the_op_is_declared_right() -> None:
         None,
         q.clone(),
     )
-    torch.library.opcheck(few_heads, arguments)
+    torch.library.opcheck(attend, arguments)

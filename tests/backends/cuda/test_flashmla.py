@@ -18,7 +18,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from dsv41 import graph
-from dsv41.backends.cuda import prefill
+from dsv41.backends.cuda import few_heads, prefill
+from dsv41.backends.cuda.choice import Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend, FlashMLAPlan, SelectedRows
 from dsv41.backends.cuda.layouts import check_readable
 from dsv41.backends.reference.backend import ReferenceBackend
@@ -102,6 +103,51 @@ def test_every_kind_of_step_gives_what_the_reference_does(
     assert len(library.calls) == before
     assert (PREFILL in library.names()) == (fewest == 4)
     assert DECODE in library.names()
+
+
+class FewHeads(OnCpu):
+    """As on a Hopper GPU."""
+
+    def read_choice(self) -> Choice:
+        return Choice.read("sm_90", None)
+
+
+def few_heads_double(
+    q: Any, num_heads: int, sink: Any, scale: float, window: Any, page_size: int, indices: Any, lengths: Any,
+    compressed: Any, compressed_page_size: int, compressed_indices: Any, compressed_lengths: Any, out: Any,
+) -> None:  # fmt: skip
+    """What the kernel computes, by the double of FlashMLA, which takes 64 heads."""
+    library, caches = FlashMLA(), []
+    for data, size in ((window, page_size), (compressed, compressed_page_size)):
+        shape, strides = (0 if data is None else len(data), size, 1, 584), (0 if data is None else data.stride(0), 584)
+        caches.append(None if data is None else data.as_strided(shape, (*strides, 584, 1)))
+    extra = None if compressed is None else compressed_indices[:, None]
+    found = library.flash_mla_with_kvcache(
+        q=torch.nn.functional.pad(q[:, :num_heads], (0, 0, 0, 64 - num_heads))[:, None], k_cache=caches[0],
+        block_table=None, cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=library.get_mla_metadata()[0],
+        softmax_scale=scale, is_fp8_kvcache=True, indices=indices[:, None],
+        attn_sink=torch.nn.functional.pad(sink, (0, 64 - num_heads)), topk_length=lengths, extra_k_cache=caches[1],
+        extra_indices_in_kvcache=extra, extra_topk_length=compressed_lengths,
+    )[0]  # fmt: skip
+    out[:, :num_heads] = found[:, 0, :num_heads]
+
+
+def test_the_kernel_for_few_heads_is_given_what_the_library_would_be(
+    dyadic: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are not padded, nothing is planned for the library or reserved for it, and it is not called."""
+    monkeypatch.setattr(few_heads, "attend", few_heads_double)
+    library = FlashMLA()
+    tested = backend(library, kind=FewHeads)
+    twins = Twins(dyadic, tested, [0, 1])
+    one, two = twins.add(), twins.add()
+    for counts, options in (({one: 5, two: 1}, {"pad_to": 8}), ({one: 1, two: 2}, {})):
+        twins.step(counts, **options)
+    assert library.calls == []
+    assert library.schedules == []
+    assert {spec.padded_heads for spec in twins.sessions[0].stack.specs} == {4}
+    tested.reserve(4096, 8, 65536)
+    assert "gathered" not in tested.workspace._buffers
 
 
 @pytest.mark.usefixtures("gathers")
