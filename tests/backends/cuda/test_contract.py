@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ import torch
 
 from dsv41.backends.cuda import prefill
 from dsv41.backends.cuda.flashinfer_gemm import product, tiled_scales
-from dsv41.backends.cuda.flashmla_mega import FlashMLAMegaBackend
 from dsv41.backends.portable.weights import Matrix
 from dsv41.checkpoint import load_checkpoint
 from dsv41.fp8 import quantize_blocks
@@ -36,21 +36,23 @@ from .common import Twins, backend
 from .flash_mla_double import FlashMLA
 from .test_flashinfer import SM100, SM120, attend, filled, layer_of, make, spec_of
 from .test_flashmla_mega import CONFIG as MEGA
+from .test_flashmla_mega import Mega
 
 Calls = list[tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Contract:
-    """`run` makes a backend call its library, emulated as `version`, and returns the calls that were noted."""
+    """`run` makes a backend call its library, emulated as the first version, and returns the calls that were noted,
+    which are the same for all of `versions`."""
 
     distribution: str
-    version: str
+    versions: tuple[str, ...]
     run: Callable[[pytest.MonkeyPatch, str], Calls]
     python: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.distribution}-{self.version}-{self.run.__name__}"
+        return f"{self.distribution}-{self.versions[0]}-{self.run.__name__}"
 
 
 def sm120(monkeypatch: pytest.MonkeyPatch, version: str) -> Calls:
@@ -99,7 +101,7 @@ def flashmla_mega(monkeypatch: pytest.MonkeyPatch, version: str) -> Calls:
     emulated_mega.install(monkeypatch)
     with TemporaryDirectory() as folder:
         path = make_checkpoint(Path(folder) / "toy", config=MEGA)
-        stack = AttentionStack(load_checkpoint(path, layers=[0, 1]), FlashMLAMegaBackend(), max_len=16)
+        stack = AttentionStack(load_checkpoint(path, layers=[0, 1]), Mega(), max_len=16)
         session = Session(stack, max_requests=1, max_tokens=16)
         session.step({session.add_request(): noise(5, MEGA.hidden_size).bfloat16()})
     return [(f"flash_mla.fused_norm_rope_attn_rope_cast.{name}", arguments) for name, arguments in emulated_mega.calls]
@@ -109,14 +111,14 @@ FULL = os.environ.get("DSV41_FULL") == "1"
 BETWEEN = ["0.7.0", "0.7.1"] if FULL else []
 FLASHINFER = ["0.6.18", *BETWEEN, "0.7.4"]
 """The oldest and the newest, and where there is time what lies between."""
-FLASH_MLA = ["1.0.0.post20260429", *(["1.0.0.post20260615"] if FULL else []), "1.0.0.post20260924"]
-FLASH_MLA_MEGA = ["1.0.0.post20260910", "1.0.0.post20260924"]
+FLASH_MLA = ("1.0.0.post20260429", *(["1.0.0.post20260615"] if FULL else []), "1.0.0.post20260924")
+FLASH_MLA_MEGA = ("1.0.0.post20260910", "1.0.0.post20260924")
 """Those that have the fused kernel."""
 # One line for each backend: a library, its versions, and what makes it call them.
 CONTRACTS = [
-    *(Contract("flashinfer-python", version, run) for version in FLASHINFER for run in (sm120, sm100)),
-    *(Contract("tokenspeed-flashmla", version, flashmla, "3.12") for version in FLASH_MLA),
-    *(Contract("tokenspeed-flashmla", version, flashmla_mega, "3.12") for version in FLASH_MLA_MEGA),
+    *(Contract("flashinfer-python", (version,), run) for version in FLASHINFER for run in (sm120, sm100)),
+    Contract("tokenspeed-flashmla", FLASH_MLA, flashmla, "3.12"),
+    Contract("tokenspeed-flashmla", FLASH_MLA_MEGA, flashmla_mega, "3.12"),
 ]
 
 
@@ -128,10 +130,10 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=str)
 def test_every_call_is_one_that_the_release_takes(contract: Contract, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = wheels.sources_or_skip(contract.distribution, contract.version, contract.python)
-    calls = contract.run(monkeypatch, contract.version)
+    folders = [wheels.sources_or_skip(contract.distribution, version, contract.python) for version in contract.versions]
+    calls = contract.run(monkeypatch, contract.versions[0])
     assert calls, "nothing was called"
-    for name, arguments in calls:
+    for folder, (name, arguments) in itertools.product(folders, calls):
         definition = wheels.function(folder, name)
         wheels.signature(definition).bind(**arguments)
         for parameter, value in arguments.items():

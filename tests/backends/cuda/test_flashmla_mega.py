@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ from . import emulated_mega
 CONFIG = replace(TOY, num_attention_heads=8, o_groups=1, num_nextn_predict_layers=3)
 """The toy's roles with one group of 8 heads, which are padded to 64."""
 LAYERS = range(CONFIG.num_hidden_layers)
+FULL = os.environ.get("DSV41_FULL") == "1"
 DRAFTS = range(CONFIG.num_hidden_layers, CONFIG.num_hidden_layers + 3)
 TOLERANCE = 5e-3
 """Of bf16 activations: sums in another order move a few numbers over a border of MXFP8, a step of up to 1/8."""
@@ -143,8 +145,8 @@ def compare(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("placement", "kv", "layers"),
     [
-        ("page", "nvfp4_ds_mla", LAYERS),
-        ("token", "nvfp4_ds_mla", (0, 1, 4)),
+        ("page", "nvfp4_ds_mla", LAYERS if FULL else (0, 1, 2, 4, 5)),
+        ("token", "nvfp4_ds_mla", (0, 1, 4) if FULL else (0, 1)),
         ("page", "fp8_ds_mla", (1,)),
         ("token", "fp8_ds_mla", (0, 4)),
         ("page", "fp8_ds_mla_v4", (0, 1)),
@@ -156,8 +158,8 @@ def test_steps_give_what_the_reference_does(folder: Path, placement: str, kv: st
     in layers of every ratio and role."""
     mine, theirs = sessions(folder, layers, kv=kv)
     steps: list[tuple[dict[int, int], int | None]] = [
-        ({0: 17}, None),
-        ({0: 1, 1: 13}, 16),
+        ({0: 17 if FULL else 11}, None),
+        ({0: 1, 1: 5}, 8),
         ({0: 1, 1: 1}, None),
         ({0: 3, 1: 0, 2: 2}, 8),
         ({}, None),
