@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dsv41.hal.device import Library
-from dsv41.hal.versions import at_least, build_date, public, release
+from dsv41.hal.versions import at_least, build_date, meets, public
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,15 @@ def _companion_problem(kind: LibraryKind, version: str | None) -> str | None:
 
 
 def _torch_problem(distribution: str | None, torch_version: str | None) -> str | None:
-    """A wheel that names one torch is bound to its ABI."""
+    """A wheel that says which torch it belongs to is bound to its ABI."""
     if distribution is None or torch_version is None:
         return None
     for line in metadata.requires(distribution) or []:
-        match = re.match(r"torch\s*==\s*([\w.]+)\s*$", line.split(";")[0])
-        if match and release(match[1]) != release(torch_version):
-            return f"it was built for torch {match[1]}, this is {torch_version}: `pip install torch=={match[1]}`"
+        match = re.match(r"torch\s*\(?([=<>!~][^;)]*)", line)
+        wanted = re.sub(r"\s", "", match[1]) if match and "extra" not in line else ""
+        if wanted and not meets(torch_version, wanted):
+            built = f"was built for torch {wanted[2:]}" if wanted.startswith("==") else f"needs torch {wanted}"
+            return f"it {built}, this is {torch_version}: `pip install 'torch{wanted}'`"
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -63,6 +64,10 @@ def deepen(platform: Platform) -> Platform:
     return platform
 
 
+_FOREIGN_ABI = re.compile(r"undefined symbol: (_Z\w*?(3c10|2at|5torch)|(aoti_)?torch_)")
+_ABI_ADVICE = ", a symbol of torch: it was built for another torch than this one"
+
+
 @cache
 def deep_check(module: str) -> str | None:
     """What goes wrong when a fresh process imports `module`; None where nothing does. Remembered for this process."""
@@ -88,7 +93,7 @@ def deep_check(module: str) -> str | None:
         return f"importing it crashes the process with signal {-done.returncode}"
     last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "")
     if "Traceback (most recent call last)" in done.stderr:
-        return f"importing it fails with {last}"
+        return f"importing it fails with {last}{_ABI_ADVICE if _FOREIGN_ABI.search(last) else ''}"
     return f"importing it exits the process with status {done.returncode}" + (f" ({last})" if last else "")
 
 

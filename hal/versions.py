@@ -25,6 +25,20 @@ def at_least(version: str | None, needed: str) -> bool:
     return have + (0,) * (width - len(have)) >= want + (0,) * (width - len(want))
 
 
+def meets(version: str, specifier: str) -> bool:
+    """Whether a release is within "==2.14.0", ">=2.11,<2.15" or "2.14.*" after "=="; other operators are not judged."""
+    for operator, bound in re.findall(r"(==|>=|<)\s*(\d[\w.*+]*)", specifier):
+        series = release(bound)
+        equal = release(version)[: len(series)] == series if bound.endswith(".*") else _same(version, bound)
+        if not {"==": equal, ">=": at_least(version, bound), "<": not at_least(version, bound)}[operator]:
+            return False
+    return True
+
+
+def _same(one: str, other: str) -> bool:
+    return at_least(one, other) and at_least(other, one)
+
+
 def build_date(version: str | None) -> int | None:
     """The date in a version that ends in `.postYYYYMMDD`, as a number; None where there is none."""
     match = re.search(r"\.post(20\d{6})$", public(version or ""))

@@ -87,7 +87,39 @@ def test_flash_mla_belongs_to_one_torch(install: Install) -> None:
     install("flash_mla", "tokenspeed-flashmla", "1.0.0.post20260924", "torch==2.14.0")
     assert inspect("flash_mla", "2.14.0+cu130").problem is None
     problem = inspect("flash_mla", "2.13.0+cu130").problem
-    assert problem == "it was built for torch 2.14.0, this is 2.13.0+cu130: `pip install torch==2.14.0`"
+    assert problem == "it was built for torch 2.14.0, this is 2.13.0+cu130: `pip install 'torch==2.14.0'`"
+
+
+@pytest.mark.parametrize("requires", ["torch>=2.15", "torch (>=2.15)", "torch >= 2.15 ; python_version > '3'"])
+def test_a_torch_that_a_library_does_not_accept_is_said(install: Install, requires: str) -> None:
+    install("flashinfer", "flashinfer-python", "0.7.4", requires, mla=FLASHINFER_074)
+    assert inspect("flashinfer", "2.15.1").problem is None
+    problem = inspect("flashinfer", "2.14.0+cu130").problem
+    assert problem == "it needs torch >=2.15, this is 2.14.0+cu130: `pip install 'torch>=2.15'`"
+
+
+@pytest.mark.parametrize("requires", ["torch", "torchvision==0.1", "torch==1.0; extra == 'test'"])
+def test_what_is_asked_of_another_package_or_extra_is_not_asked_of_torch(install: Install, requires: str) -> None:
+    install("flash_mla", "tokenspeed-flashmla", "1.0.0.post20260924", requires)
+    assert inspect("flash_mla", "2.14.0").problem is None
+
+
+@pytest.mark.parametrize(
+    ("symbol", "of_torch"),
+    [
+        ("_ZN3c104cuda9SetDeviceEab", True),
+        ("_ZNK2at10TensorBase8data_ptrEv", True),
+        ("aoti_torch_delete_tensor_object", True),
+        ("cudaGetDriverEntryPoint", False),
+    ],
+)
+def test_a_symbol_that_torch_lacks_is_said_to_be_of_another_torch(
+    install: Install, symbol: str, of_torch: bool
+) -> None:
+    install("flash_mla", None, __init__=f"raise ImportError('flash_mla/cuda.so: undefined symbol: {symbol}')")
+    problem = str(deep_check("flash_mla"))
+    assert f"undefined symbol: {symbol}" in problem
+    assert ("it was built for another torch than this one" in problem) == of_torch
 
 
 def test_a_copy_that_no_distribution_vouches_for_is_refused(install: Install) -> None:

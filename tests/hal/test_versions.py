@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv41.hal.versions import at_least, build_date, public, release
+from dsv41.hal.versions import at_least, build_date, meets, public, release
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,24 @@ def test_release(version: str, numbers: tuple[int, ...]) -> None:
 )
 def test_at_least(version: str | None, needed: str, expected: bool) -> None:
     assert at_least(version, needed) is expected
+
+
+@pytest.mark.parametrize(
+    ("version", "specifier", "expected"),
+    [
+        ("2.14.0+cu130", "==2.14.0", True),
+        ("2.14.0", "==2.14", True),
+        ("2.13.1", "==2.14.0", False),
+        ("2.14.3", "==2.14.*", True),
+        ("2.15.0", "==2.14.*", False),
+        ("2.11.0", ">=2.11,<2.15", True),
+        ("2.15.0", ">=2.11,<2.15", False),
+        ("2.10.0", ">=2.11", False),
+        ("2.14.0", "!=2.13.0", True),
+    ],
+)
+def test_meets(version: str, specifier: str, expected: bool) -> None:
+    assert meets(version, specifier) is expected
 
 
 def test_local_parts_and_dates() -> None:
