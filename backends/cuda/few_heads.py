@@ -111,12 +111,10 @@ def attend(
     _check(q, num_heads, sink, parts, out)
     if tokens == 0:
         return
-    keys = window_indices.shape[1]
-    caches = [_cache(window, window_page_size, window_indices, window_lengths)]
-    if compressed is not None:
-        caches.append(_cache(compressed, compressed_page_size, compressed_indices, compressed_lengths))
-        keys += compressed_indices.shape[1]
-    else:
+    keys = sum(indices.shape[1] for _, indices, _ in parts)
+    sizes = (window_page_size, compressed_page_size)
+    caches = [_cache(*part, page_size) for part, page_size in zip(parts, sizes, strict=False)]
+    if compressed is None:
         caches.append([0, _long(0), ctypes.c_uint32(1), ctypes.c_uint32(0), 0, 0, _int(0)])
     arguments = [
         _pointer(q), _long(q.stride(0)), _long(q.stride(1)), _pointer(out), _long(out.stride(0)), _long(out.stride(1)),
@@ -161,7 +159,7 @@ def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Te
         )
 
 
-def _cache(cache: Tensor, page_size: int, indices: Tensor, lengths: Tensor) -> list[Any]:
+def _cache(cache: Tensor, indices: Tensor, lengths: Tensor, page_size: int) -> list[Any]:
     rows = cache.shape[0] * page_size
     return [
         _pointer(cache), _long(cache.stride(0)), ctypes.c_uint32(page_size), ctypes.c_uint32(rows),

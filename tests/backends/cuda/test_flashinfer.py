@@ -297,7 +297,7 @@ def attend(backend: Any, layer: LayerState, q: Tensor, window: Tensor, compresse
         (SM120, "fp8_ds_mla_v4", "0.7.4", 66, 100),
         (SM120, "auto", "0.6.18", 65, 5),
         (SM100, "fp8_e4m3", "0.7.4", 1, 4),
-        (SM100, "fp8_e4m3", "0.7.4", 66, 100),
+        (SM100, "fp8_e4m3", "0.7.4", 5, 100),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

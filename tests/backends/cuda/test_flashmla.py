@@ -88,8 +88,8 @@ def test_every_kind_of_step_gives_what_the_reference_does(
     """Prefill, decode, both at once, several tokens, padding, no tokens at all."""
     monkeypatch.setattr(prefill, "FEWEST_TOKENS", fewest)
     library = kind(arch)
-    in_place = None if FULL else [0, 1, 4]
-    twins = Twins(dyadic, backend(library, arch), in_place if fewest == 512 else [0, *BOTH_RATIOS])
+    layers = [0, 1, 4] if not FULL else None if fewest == 512 else [0, *BOTH_RATIOS]
+    twins = Twins(dyadic, backend(library, arch), layers)
     one, two, three = twins.add(), twins.add(), twins.add()
     steps: list[tuple[dict[int, int], dict[str, Any]]] = [
         ({one: 13, two: 1}, {"pad_to": 15}),
