@@ -36,6 +36,7 @@ compile: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(BIN)/python -m dsv41.layouts_cli > docs/layouts.md
+	$(BIN)/python -m dsv41.capabilities docs/backends-cuda.md
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
