@@ -59,6 +59,8 @@ FLASHMLA_MEGA = BackendSpec(
         torch_build("CUDA", 13),
         heads(64, 128),
         heads_per_group(8),
+        # The library takes any number; the kernels around it do not.
+        max_heads(128),
         released_head_dims(),
     ),
 )
@@ -77,6 +79,8 @@ FLASHMLA = BackendSpec(
         library("flash_mla", features={"record-v4": "builds from 20260429"}, install=INSTALL_FLASHMLA),
         torch_build("CUDA", 13),
         heads(64, 128),
+        # The library takes any number; the kernels around it do not.
+        max_heads(128),
         released_head_dims(),
     ),
 )
@@ -98,6 +102,8 @@ FLASHINFER_SM120 = BackendSpec(
         ),
         heads(8, 16, 32, 64, 128),
         index_width(128, 192, 256, 512, 1024),
+        # The library takes any number; the kernels around it do not.
+        max_heads(128),
         released_head_dims(),
     ),
 )
@@ -116,6 +122,8 @@ FLASHINFER_SM100 = BackendSpec(
         library("flashinfer", features={"sparse-mla": "0.6.18"}, install=INSTALL_FLASHINFER),
         heads(8, 16, 32, 64, 128, only=_sm100_heads),
         window(128),
+        # The library takes any number; the kernels around it do not.
+        max_heads(128),
         released_head_dims(),
     ),
 )
@@ -124,9 +132,9 @@ AITER = BackendSpec(
     name="aiter",
     summary="aiter's sparse MLA: packed records in place on gfx950, plain fnuz rows on gfx942",
     contract_version=CONTRACT,
-    target=None,
+    target="dsv41.backends.rocm.aiter_backend:AiterBackend",
     priority=80,
-    kv_cache_dtypes=("fp8_ds_mla", "bfloat16", "fp8_e4m3"),
+    kv_cache_dtypes=("fp8_ds_mla", "bfloat16", "fp8_e4m3", V4_RECORD),
     packed_kv_cache_dtype="fp8_ds_mla",
     libraries=("aiter",),
     requirements=(
@@ -134,6 +142,8 @@ AITER = BackendSpec(
         library("aiter", features={"sparse_mla": "the sources of autumn 2026"}, install=INSTALL_AITER),
         # "auto" is not among them: plain fp8 rows with one scale are coarser than the portable kernels' records.
         on_arch(("gfx942",), kv_cache_dtype("fp8_e4m3", "fp8")),
+        # The library takes any number; the kernels around it do not.
+        max_heads(128),
         released_head_dims(),
     ),
 )

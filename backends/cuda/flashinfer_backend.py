@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dsv41.backends.cuda import flashinfer_gemm
 from dsv41.backends.cuda.flashinfer_tables import SlotTables, page_rows
-from dsv41.backends.cuda.vendor import load
 from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.weights import PortableWeights
 from dsv41.backends.portable.workspace import capturing
+from dsv41.backends.vendor import load
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.layout import CacheLayout, PagedCache
 from dsv41.hal.requirements import padded_heads

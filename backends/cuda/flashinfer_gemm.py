@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv41.backends.cuda.vendor import call
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.quantize import GROUP, mxfp8
 from dsv41.backends.portable.weights import Matrix
+from dsv41.backends.vendor import call
 from dsv41.hal.types import Weight
 
 _ROWS, _COLUMNS = 128, 4

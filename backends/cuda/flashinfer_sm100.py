@@ -18,8 +18,8 @@ from torch import Tensor
 from dsv41.backends.cuda.flashinfer_backend import INSTALL, FlashInferBackend, prepared_of, tables_of
 from dsv41.backends.cuda.flashinfer_tables import clear_empty
 from dsv41.backends.cuda.query import quantize_query
-from dsv41.backends.cuda.vendor import call, load
 from dsv41.backends.reference.layouts import resolve_layouts
+from dsv41.backends.vendor import call, load
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.layout import CacheLayout, CacheLayouts, PagedCache
 from dsv41.hal.types import AttnInputs, AttnOutput, LayerCaches, LayerSpec, LayerState, Selection, StepPlan

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv41.backends.cuda.flashinfer_backend import FlashInferBackend, FlashInferWeights, prepared_of, tables_of
-from dsv41.backends.cuda.vendor import call
 from dsv41.backends.reference.layouts import resolve_layouts
+from dsv41.backends.vendor import call
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.layout import CacheLayout, CacheLayouts, PagedCache, ScalePlacement
 from dsv41.hal.libraries import inspect

@@ -23,11 +23,11 @@ from dsv41.backends.cuda.layouts import check_readable
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
 from dsv41.backends.cuda.tables import pack_gathered, pack_slots
-from dsv41.backends.cuda.vendor import call, load
 from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.target import arch_of
 from dsv41.backends.portable.weights import PortableWeights
+from dsv41.backends.vendor import call, load
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.builtin import INSTALL_FLASHMLA
 from dsv41.hal.layout import CacheLayouts, PagedCache

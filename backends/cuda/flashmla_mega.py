@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv41.backends.cuda.mega_weights import GROUP_HEADS, QUERY_RUN, MegaWeights
-from dsv41.backends.cuda.vendor import call, load
 from dsv41.backends.portable.backend import Codes, PortableBackend
 from dsv41.backends.portable.gemm import grouped_linear
 from dsv41.backends.portable.quantize import GROUP, quantize_mxfp8
+from dsv41.backends.vendor import call, load
 from dsv41.errors import BackendError, InputError, LayoutError
 from dsv41.hal.builtin import INSTALL_FLASHMLA
 from dsv41.hal.device import Device

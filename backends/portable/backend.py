@@ -21,7 +21,7 @@ from dsv41.backends.portable.index_inputs import index_queries
 from dsv41.backends.portable.insert import insert_rows, rotate_insert
 from dsv41.backends.portable.layouts import check_addressable
 from dsv41.backends.portable.norm import norm_inputs, rms_norm
-from dsv41.backends.portable.output import finish_output
+from dsv41.backends.portable.output import empty_codes, finish_output
 from dsv41.backends.portable.quantize import GROUP, quantize_mxfp8
 from dsv41.backends.portable.scores import block_maxima, index_scores
 from dsv41.backends.portable.selection import selection_slots
@@ -122,9 +122,7 @@ class PortableBackend(ReferenceBackend):
     def alloc_attn_out(self, inputs: AttnInputs, layer: LayerState) -> AttnOutput:
         spec, prepared = layer.spec, _prepared(layer)
         if self.fuses_rotation and spec.quantize_activations and prepared.wo_a.scale is not None:
-            tokens, width = inputs.q.shape[0], spec.num_heads * spec.head_dim
-            codes, scale = (inputs.q.new_empty(tokens, n, dtype=torch.uint8) for n in (width, width // GROUP))
-            return AttnOutput(codes, scale=scale, scale_layout="mxfp8_row", dtype=inputs.q.dtype)
+            return empty_codes(inputs.q, spec.num_heads)
         return AttnOutput(torch.empty_like(inputs.q))
 
     def forward_mqa(

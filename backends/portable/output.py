@@ -11,6 +11,7 @@ from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import narrow, round_to
 from dsv41.backends.portable.quantize import GROUP, store_mxfp8
 from dsv41.backends.portable.rotation import load_angles, rotate, turn
+from dsv41.hal.types import AttnOutput
 
 _HEADS = 4
 """Heads of one program."""
@@ -48,6 +49,13 @@ def _finish_output(
         cos, sin = load_angles(cos_sin, position, ROPE)
         x = turn(tl.load(row + dim, head < HEADS, other=0.0).to(tl.float32), cos, -sin)
     tl.store(row + dim, narrow(x, heads.dtype.element_ty), (head < HEADS) & (dim >= DIM - ROPE))
+
+
+def empty_codes(q: Tensor, num_heads: int) -> AttnOutput:
+    """Room for the output of the queries `[T, Hp, D]`, as MXFP8 of its first `num_heads` heads."""
+    tokens, width = q.shape[0], num_heads * q.shape[2]
+    codes, scale = (q.new_empty(tokens, n, dtype=torch.uint8) for n in (width, width // GROUP))
+    return AttnOutput(codes, scale=scale, scale_layout="mxfp8_row", dtype=q.dtype)
 
 
 @torch.library.custom_op("dsv41::finish_output", mutates_args=("heads",))

@@ -51,7 +51,7 @@ INTENDED = {
     "rx9070": ["portable"],
     "unlisted-gfx": ["portable"],
 }
-CONTAINED = {"flashinfer-sm100", "flashinfer-sm120", "flashmla", "flashmla-mega", "portable", "reference"}
+CONTAINED = {"aiter", "flashinfer-sm100", "flashinfer-sm120", "flashmla", "flashmla-mega", "portable", "reference"}
 """What is part of this version."""
 UNREACHABLE = {"h100-cpu-torch", "h100-old-driver", "mi300x-cuda-torch", "mi300x-no-kfd"}
 # platform: (backend, class, words): what the broken part says, and to whom.

@@ -138,18 +138,14 @@ gfx1201   portable          portable          portable          portable        
 gfx1250   portable          portable          portable          portable          portable          portable
 cpu       reference         reference         reference         reference         reference         reference
 """
-CONTAINED = {"flashinfer-sm100", "flashinfer-sm120", "flashmla", "flashmla-mega", "portable", "reference"}
+CONTAINED = {"aiter", "flashinfer-sm100", "flashinfer-sm120", "flashmla", "flashmla-mega", "portable", "reference"}
 """What is part of this version; the others are planned."""
-# At 256 heads a rank, all kernels end but aiter's: the others take up to 128.
-BEYOND_128_HEADS = {"aiter": "aiter"}
 
 
 def _expected(dtype: str, heads: int, base: str) -> str:
     if dtype == "float32":
         base = "portable"
-    if heads > 128:
-        return BEYOND_128_HEADS.get(base, "reference")
-    return base
+    return base if heads <= 128 else "reference"  # where all kernels end
 
 
 def _rows() -> list[tuple[str, str, str]]:
@@ -197,7 +193,7 @@ def test_fr_02_every_unmet_requirement_is_listed_at_once() -> None:
     assert classes(report, "flashmla") == {"arch", "dtype", "shape", "library"}
     assert classes(report, "flashmla-mega") == {"arch", "dtype", "shape", "library"}
     assert classes(report, "flashinfer-sm120") == {"dtype", "shape", "library"}
-    assert classes(report, "aiter") == {"arch", "library", "planned"}
+    assert classes(report, "aiter") == {"arch", "shape", "library"}
 
 
 def test_fr_03_a_forced_backend_is_refused_with_reasons_and_an_alternative() -> None:
@@ -291,21 +287,32 @@ def test_fr_10_the_reference_on_a_gpu_names_what_brings_the_portable_kernels() -
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("libraries", [EVERYTHING, {"triton": EVERYTHING["triton"]}], ids=["all there", "Triton alone"])
-@pytest.mark.parametrize("arch", ["sm_80", "gfx942", "gfx950"])
+@pytest.mark.parametrize(("arch", "best"), [("sm_80", "portable"), ("gfx942", "double")])
 def test_portable_warns_of_nothing_that_this_version_does_not_contain(
-    arch: str, libraries: dict[str, Library], caplog: pytest.LogCaptureFixture
+    arch: str, best: str, libraries: dict[str, Library], caplog: pytest.LogCaptureFixture, double: Any
 ) -> None:
     """The log line and the report name what the device is meant to get; installing it would change nothing yet."""
+    from dsv41.hal.requirements import vendor
+
+    double(target=None, requirements=(vendor("amd"),))
     with warnings.catch_warnings(), caplog.at_level(logging.INFO, logger="dsv41"):
         warnings.simplefilter("error")
         report = selected(machine(arch, **libraries))
-    assert report.chosen == "portable"
-    assert report.is_stopgap == (report.intended != "portable") == ("once dsv41 contains it" in caplog.text)
+    assert (report.chosen, report.intended) == ("portable", best)
+    assert report.is_stopgap == (best != "portable") == ("once dsv41 contains it" in caplog.text)
+    [planned] = [reason for reason in report.candidate("double").reasons if reason.cls == "planned"]
+    assert any(word in planned.text for word in ADVICE["planned"])
 
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(
-    ("arch", "best"), [("sm_90", "flashmla"), ("sm_100", "flashmla-mega"), ("sm_120", "flashinfer-sm120")]
+    ("arch", "best"),
+    [
+        ("sm_90", "flashmla"),
+        ("sm_100", "flashmla-mega"),
+        ("sm_120", "flashinfer-sm120"),
+        ("gfx950", "aiter"),
+    ],
 )
 def test_a_vendors_backend_runs_where_its_library_is_and_is_asked_for_where_it_is_not(arch: str, best: str) -> None:
     with warnings.catch_warnings():
@@ -314,7 +321,8 @@ def test_a_vendors_backend_runs_where_its_library_is_and_is_asked_for_where_it_i
     assert report.chosen == best
     assert not report.is_stopgap
     with pytest.warns(
-        SlowBackendWarning, match=rf"portable is not the fastest .* {best}: (flash_mla|flashinfer) is not installed"
+        SlowBackendWarning,
+        match=rf"portable is not the fastest .* {best}: (flash_mla|flashinfer|aiter) is not installed",
     ):
         assert selected(machine(arch, triton=EVERYTHING["triton"])).chosen == "portable"
 
@@ -341,7 +349,7 @@ def test_fr_11_each_op_of_a_library_is_judged_by_itself() -> None:
     assert "does not have what is needed: sparse_mla" in reason.text
     assert "pa_decode_sparse" not in reason.text
     report = explain_backends(platform=machine("gfx1201", aiter=one_op))
-    assert [r.cls for r in report.candidate("aiter").reasons] == ["arch", "library", "planned"]
+    assert [r.cls for r in report.candidate("aiter").reasons] == ["arch", "library"]
 
 
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx9999", "gfx1310", "sm_70", "sm_75", "sm_130"])
@@ -487,7 +495,7 @@ def test_fr_109_each_class_of_reason_has_its_advice() -> None:
         for reason in (reason for candidate in report.candidates for reason in candidate.reasons):
             seen.add(reason.cls)
             assert any(word in reason.text for word in ADVICE[reason.cls]), reason
-    assert seen == set(ADVICE) - {"bug", "phase"}, "every built-in backend serves every phase"
+    assert seen == set(ADVICE) - {"bug", "phase", "planned"}, "every built-in backend is here and serves every phase"
 
 
 def test_fr_109_no_advice_to_install_sounds_like_help_on_the_wrong_device() -> None:

@@ -1,0 +1,1 @@
+"""Backends over AMD's kernel libraries."""
