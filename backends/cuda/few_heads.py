@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv41.backends.cuda import nvrtc, vendor
+from dsv41.backends import vendor
+from dsv41.backends.cuda import nvrtc
 from dsv41.backends.cuda.choice import MOST_FEW
 from dsv41.errors import BackendError
 from dsv41.hal.records import Dialect, v4_584
