@@ -7,9 +7,11 @@ this adds up to is typed by hand in `tests/hal/test_select.py`.
 
 from __future__ import annotations
 
-from dsv41.hal.device import Platform
+from dataclasses import replace
+
+from dsv41.hal.device import Device, Platform
 from dsv41.hal.registry import FALLBACK, BackendSpec
-from dsv41.hal.request import UNQUANTISED, V4_RECORD
+from dsv41.hal.request import UNQUANTISED, V4_RECORD, Request
 from dsv41.hal.requirements import (
     arch,
     for_kv,
@@ -44,6 +46,18 @@ def _sm100_heads(platform: Platform) -> tuple[int, ...]:
     return (8, 16, 32, 64, 128) if "small-heads" in platform.library("flashinfer").features else (64, 128)
 
 
+_FLASHMLA_HEADS = heads(64, 128)
+
+
+def _few_heads_remark(device: Device, platform: Platform, request: Request) -> str | None:
+    """On Hopper, few heads are padded only where the kernel that takes them as they are cannot be compiled."""
+    assert _FLASHMLA_HEADS.remark is not None
+    padding = _FLASHMLA_HEADS.remark(device, platform, request)
+    if padding is None or device.arch != "sm_90" or request.num_heads > 16:
+        return padding
+    return f"has a kernel for {request.num_heads} heads with cuda-core and NVRTC installed; without them, {padding}"
+
+
 FLASHMLA_MEGA = BackendSpec(
     name="flashmla-mega",
     summary="FlashMLA's fused rotation, sparse attention, inverse rotation and fp8 cast",
@@ -57,10 +71,8 @@ FLASHMLA_MEGA = BackendSpec(
         arch("sm_100a", "sm_103a", library="flash_mla", upgrade=INSTALL_FLASHMLA),
         library("flash_mla", features={"mega": "builds from 20260910"}, install=INSTALL_FLASHMLA),
         torch_build("CUDA", 13),
-        heads(64, 128),
+        _FLASHMLA_HEADS,
         heads_per_group(8),
-        # The library takes any number; the kernels around it do not.
-        max_heads(128),
         released_head_dims(),
     ),
 )
@@ -78,9 +90,7 @@ FLASHMLA = BackendSpec(
         arch("sm_90a", "sm_100f", library="flash_mla", upgrade=INSTALL_FLASHMLA),
         library("flash_mla", features={"record-v4": "builds from 20260429"}, install=INSTALL_FLASHMLA),
         torch_build("CUDA", 13),
-        heads(64, 128),
-        # The library takes any number; the kernels around it do not.
-        max_heads(128),
+        replace(_FLASHMLA_HEADS, remark=_few_heads_remark),
         released_head_dims(),
     ),
 )
@@ -102,8 +112,6 @@ FLASHINFER_SM120 = BackendSpec(
         ),
         heads(8, 16, 32, 64, 128),
         index_width(128, 192, 256, 512, 1024),
-        # The library takes any number; the kernels around it do not.
-        max_heads(128),
         released_head_dims(),
     ),
 )
@@ -122,8 +130,6 @@ FLASHINFER_SM100 = BackendSpec(
         library("flashinfer", features={"sparse-mla": "0.6.18"}, install=INSTALL_FLASHINFER),
         heads(8, 16, 32, 64, 128, only=_sm100_heads),
         window(128),
-        # The library takes any number; the kernels around it do not.
-        max_heads(128),
         released_head_dims(),
     ),
 )
