@@ -119,7 +119,6 @@ def test_nan_is_refused_or_scrubbed(exported: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--to", "aiter"), "'aiter' is not part of this version of dsv41"),
         (("--to", "flshmla"), "did you mean 'flashmla'? expected one of"),
         (("--to", "reference", "--kv-cache-dtype", "nvfp5"), "kv_cache_dtype 'nvfp5' is unknown: reference reads auto"),
         (("--to", "reference", "--index-cache-dtype", "fp16"), "index_cache_dtype 'fp16' is unknown"),
