@@ -37,6 +37,15 @@ def call(function: Callable[..., Any], **arguments: Any) -> Any:
         ) from error
 
 
+def expect_bfloat16(reader: str, q: Tensor) -> None:
+    """Raise BackendError for queries in a type that the library of the backend `reader` has no attention for."""
+    if q.dtype != torch.bfloat16:
+        raise BackendError(
+            f"{reader} was given queries in {q.dtype}: expected bfloat16, which its library takes; load the checkpoint "
+            "with dtype=torch.bfloat16, or use the portable backend"
+        )
+
+
 def words(arguments: Mapping[str, Any]) -> str:
     """Arguments in words: tensors by dtype, shape, strides and device, other values as they are."""
     return ", ".join(f"{name} = {_word(value)}" for name, value in arguments.items())

@@ -10,21 +10,20 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsv41.backends.cuda import flashinfer_gemm
 from dsv41.backends.cuda.flashinfer_tables import SlotTables, page_rows
 from dsv41.backends.portable.backend import PortableBackend
-from dsv41.backends.portable.weights import PortableWeights
+from dsv41.backends.portable.weights import PortableWeights, padded_sink
 from dsv41.backends.portable.workspace import capturing
 from dsv41.backends.vendor import load
 from dsv41.errors import BackendError, LayoutError
+from dsv41.hal.builtin import INSTALL_FLASHINFER
 from dsv41.hal.layout import CacheLayout, PagedCache
 from dsv41.hal.requirements import padded_heads
-from dsv41.hal.types import AttnInputs, LayerCaches, LayerSpec, LayerState, StepPlan
+from dsv41.hal.types import LayerCaches, LayerSpec, LayerState, StepPlan
 
-INSTALL = "`pip install -U flashinfer-python`"
 HEADS = (8, 16, 32, 64, 128)
 _ROWS = 2**31 - 1
 """What an int32 index reaches."""
@@ -46,8 +45,8 @@ class FlashInferBackend(PortableBackend):
     fuses_rotation: ClassVar[bool] = False
 
     def __init__(self, **options: Any) -> None:
-        self.library = load("flashinfer.mla", INSTALL)
-        self.gemm = load("flashinfer.gemm", INSTALL)
+        self.library = load("flashinfer.mla", INSTALL_FLASHINFER)
+        self.gemm = load("flashinfer.gemm", INSTALL_FLASHINFER)
         super().__init__(**options)
         self._multiplies = hasattr(self.gemm, "mm_mxfp8")
 
@@ -97,12 +96,11 @@ class FlashInferBackend(PortableBackend):
             )
 
     def prepare_weights(self, layer: LayerState) -> FlashInferWeights:
-        spec, weights = layer.spec, layer.weights
-        portable = super().prepare_weights(layer)
+        portable, wo_b = super().prepare_weights(layer), layer.weights.wo_b
         return FlashInferWeights(
             **{part.name: getattr(portable, part.name) for part in fields(PortableWeights)},
-            sink=F.pad(weights.attn_sink.float(), (0, spec.padded_heads - spec.num_heads), value=-torch.inf),
-            wo_b_scales=flashinfer_gemm.tiled_scales(weights.wo_b) if spec.quantize_activations else None,
+            sink=padded_sink(layer),
+            wo_b_scales=flashinfer_gemm.tiled_scales(wo_b) if layer.spec.quantize_activations else None,
         )
 
     def complete_plan(self, plan: StepPlan, specs: Sequence[LayerSpec]) -> StepPlan:
@@ -110,14 +108,6 @@ class FlashInferBackend(PortableBackend):
 
     def complete_selection(self, slots: Tensor) -> SlotTables:
         return SlotTables(slots)
-
-    def check_query(self, inputs: AttnInputs) -> None:
-        """Raise BackendError for activations that the library has no attention for."""
-        if inputs.q.dtype != torch.bfloat16:
-            raise BackendError(
-                f"{self.name} was given queries in {inputs.q.dtype}: expected bfloat16, which its library takes; load "
-                "the checkpoint with dtype=torch.bfloat16, or use the portable backend"
-            )
 
     def project_latent(self, latent: Tensor, layer: LayerState) -> Tensor:
         prepared = prepared_of(layer)

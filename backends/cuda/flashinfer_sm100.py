@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv41.backends.cuda.flashinfer_backend import INSTALL, FlashInferBackend, prepared_of, tables_of
+from dsv41.backends.cuda.flashinfer_backend import FlashInferBackend, prepared_of, tables_of
 from dsv41.backends.cuda.flashinfer_tables import clear_empty
 from dsv41.backends.cuda.query import quantize_query
 from dsv41.backends.reference.layouts import resolve_layouts
-from dsv41.backends.vendor import call, load
+from dsv41.backends.vendor import call, expect_bfloat16, load
 from dsv41.errors import BackendError, LayoutError
+from dsv41.hal.builtin import INSTALL_FLASHINFER
 from dsv41.hal.layout import CacheLayout, CacheLayouts, PagedCache
 from dsv41.hal.types import AttnInputs, AttnOutput, LayerCaches, LayerSpec, LayerState, Selection, StepPlan
 
@@ -41,7 +42,7 @@ class FlashInferSM100(FlashInferBackend):
         super().__init__(**options)
         self.query_scale = torch.ones(1, device=self.device)
         self.clamped_queries = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._counter_bytes = load("flashinfer.utils", INSTALL).get_trtllm_gen_multi_ctas_kv_counter_bytes
+        self._counter_bytes = load("flashinfer.utils", INSTALL_FLASHINFER).get_trtllm_gen_multi_ctas_kv_counter_bytes
         self._cleared: dict[str, Tensor] = {}
 
     def resolve_layouts(self, kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, str, CacheLayouts]:
@@ -77,7 +78,8 @@ class FlashInferSM100(FlashInferBackend):
         if apart and "sparse_indices_are_storage_offsets" not in self.parameters:
             raise LayoutError(
                 f"{what} has pages {cache.data.stride(0)} bytes apart: expected {cache.layout.page_bytes}, as this "
-                f"version of flashinfer knows no others; upgrade it with {INSTALL}, or give the pages no padding"
+                "version of flashinfer knows no others; "
+                f"upgrade it with {INSTALL_FLASHINFER}, or give the pages no padding"
             )
 
     def prepare_weights(self, layer: LayerState) -> Any:
@@ -103,7 +105,7 @@ class FlashInferSM100(FlashInferBackend):
     ) -> None:
         spec, caches, prepared = layer.spec, layer.caches, prepared_of(layer)
         assert caches is not None
-        self.check_query(inputs)
+        expect_bfloat16(self.name, inputs.q)
         out.rotated_back = False
         tokens, heads, _ = inputs.q.shape
         if tokens == 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv41.backends.cuda.flashinfer_backend import FlashInferBackend, FlashInferWeights, prepared_of, tables_of
 from dsv41.backends.reference.layouts import resolve_layouts
-from dsv41.backends.vendor import call
+from dsv41.backends.vendor import call, expect_bfloat16
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.layout import CacheLayout, CacheLayouts, PagedCache, ScalePlacement
 from dsv41.hal.libraries import inspect
@@ -88,7 +88,7 @@ class FlashInferSM120(FlashInferBackend):
     ) -> None:
         spec, caches, prepared = layer.spec, layer.caches, prepared_of(layer)
         assert caches is not None
-        self.check_query(inputs)
+        expect_bfloat16(self.name, inputs.q)
         out.rotated_back = False
         tables = tables_of(plan.extra)
         window, window_counts = tables.alone(caches.window, table_width(tables.slots.shape[1], self.name))

@@ -14,23 +14,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsv41.backends.cuda import few_heads
 from dsv41.backends.cuda.choice import FEW_HEADS, FLASHMLA, MOST_FEW, PORTABLE, Choice
-from dsv41.backends.cuda.layouts import check_readable
+from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
 from dsv41.backends.cuda.tables import pack_gathered, pack_slots
 from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.caches import flat
-from dsv41.backends.portable.target import arch_of
-from dsv41.backends.portable.weights import PortableWeights
-from dsv41.backends.vendor import call, load
+from dsv41.backends.portable.weights import PortableWeights, padded_sink
+from dsv41.backends.vendor import call, expect_bfloat16, load
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.builtin import INSTALL_FLASHMLA
-from dsv41.hal.layout import CacheLayouts, PagedCache
+from dsv41.hal.layout import CacheLayouts
 from dsv41.hal.request import UNSPECIFIC_KV_CACHE_DTYPES, V4_RECORD
 from dsv41.hal.types import AttnInputs, AttnOutput, LayerCaches, LayerSpec, LayerState, Selection, StepPlan
 
@@ -106,10 +104,6 @@ class FlashMLABackend(PortableBackend):
         """The module `flash_mla`. Raises BackendError where it cannot be imported."""
         return load("flash_mla", INSTALL_FLASHMLA)
 
-    @property
-    def arch(self) -> str:
-        return self.facts.arch if self.facts is not None else arch_of(self.device)
-
     # The contracts
 
     def get_padded_num_q_heads(self, num_heads: int) -> int:
@@ -157,10 +151,7 @@ class FlashMLABackend(PortableBackend):
     # Hooks
 
     def prepare_weights(self, layer: LayerState) -> FlashMLAWeights:
-        sink = layer.weights.attn_sink
-        padding = layer.spec.padded_heads - len(sink)
-        padded = torch.nn.functional.pad(sink.float(), (0, padding), value=-torch.inf)
-        return FlashMLAWeights(**vars(super().prepare_weights(layer)), sink=padded)
+        return FlashMLAWeights(**vars(super().prepare_weights(layer)), sink=padded_sink(layer))
 
     def attention_bytes(self, spec: LayerSpec, tokens: int) -> int:
         """Those of the portable kernels where these are used; FlashMLA takes what it needs from torch's allocator."""
@@ -209,6 +200,7 @@ class FlashMLABackend(PortableBackend):
     ) -> None:
         step, spec, caches = plan.extra, layer.spec, layer.caches
         assert isinstance(step, FlashMLAPlan) and caches is not None
+        expect_bfloat16(self.name, inputs.q)
         compressed: tuple[Any, ...] = (None, 1, None, None)
         if selection is not None:
             assert caches.compressed is not None
@@ -216,7 +208,7 @@ class FlashMLABackend(PortableBackend):
             cache = caches.compressed
             compressed = (cache.data, cache.layout.page_size, chosen.indices, chosen.lengths)
         few_heads.attend(
-            self._bfloat16(inputs.q),
+            inputs.q,
             spec.num_heads,
             layer.prepared.sink,
             spec.scale,
@@ -232,7 +224,8 @@ class FlashMLABackend(PortableBackend):
     def _attend(
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
     ) -> None:
-        step, q = plan.extra, self._bfloat16(inputs.q)
+        step, q = plan.extra, inputs.q
+        expect_bfloat16(self.name, q)
         assert isinstance(step, FlashMLAPlan)
         out.rotated_back = False
         if len(q) == 0:
@@ -258,7 +251,7 @@ class FlashMLABackend(PortableBackend):
         assert caches is not None
         arguments = {
             "q": q[tokens, None],
-            "k_cache": _record_view(caches.window),
+            "k_cache": record_view(caches.window),
             "block_table": None,
             "cache_seqlens": None,
             "head_dim_v": spec.head_dim,
@@ -274,7 +267,7 @@ class FlashMLABackend(PortableBackend):
             assert caches.compressed is not None
             chosen: SelectedRows = selection.derived
             arguments |= {
-                "extra_k_cache": _record_view(caches.compressed),
+                "extra_k_cache": record_view(caches.compressed),
                 "extra_indices_in_kvcache": chosen.indices[tokens, None],
             }
             if spec.ratio not in step.full:
@@ -337,14 +330,6 @@ class FlashMLABackend(PortableBackend):
         else:
             _put(out, tokens, call(function, **arguments)[0])
 
-    def _bfloat16(self, q: Tensor) -> Tensor:
-        if q.dtype != torch.bfloat16:
-            raise BackendError(
-                f"{self.name} was given queries in {q.dtype}: expected bfloat16, in which its kernels compute; load "
-                "the checkpoint with dtype=torch.bfloat16, or use the portable backend"
-            )
-        return q
-
     @cached_property
     def _takes_out(self) -> dict[str, bool]:
         """Which functions write into a tensor that they are given; the builds on PyPI all bring a new one."""
@@ -363,9 +348,3 @@ def _put(out: AttnOutput, tokens: slice, result: Tensor) -> None:
         out.data = result
     else:
         out.data[tokens] = result
-
-
-def _record_view(cache: PagedCache) -> Tensor:
-    """uint8 `[pages, page_size, 1, 584]`, as FlashMLA counts bytes: element [p, t] is no token's record."""
-    size, width = cache.layout.page_size, cache.layout.record.bytes
-    return cache.data.as_strided((cache.num_pages, size, 1, width), (cache.data.stride(0), width, width, 1))

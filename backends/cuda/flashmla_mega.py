@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv41.backends.cuda.layouts import record_view
 from dsv41.backends.cuda.mega_weights import GROUP_HEADS, QUERY_RUN, MegaWeights
 from dsv41.backends.portable.backend import Codes, PortableBackend
 from dsv41.backends.portable.gemm import grouped_linear
@@ -151,7 +152,7 @@ class FlashMLAMegaBackend(PortableBackend):
             rows = selection.derived
             assert caches.compressed is not None and isinstance(rows, IndexRows)
             selected = {
-                "extra_k_cache": _record_view(caches.compressed),
+                "extra_k_cache": record_view(caches.compressed),
                 "extra_indices_in_kvcache": rows.indices,
                 "extra_topk_length": rows.lengths,
             }
@@ -169,7 +170,7 @@ class FlashMLAMegaBackend(PortableBackend):
             round_sf=True,
             use_packed_ue8m0=True,
             q=inputs.q,
-            k_cache=_record_view(caches.window),
+            k_cache=record_view(caches.window),
             indices_in_kvcache=step.window.indices,
             sm_scale=spec.scale,
             d_v=spec.head_dim,
@@ -290,10 +291,3 @@ def _check_memory(what: str, cache: PagedCache) -> None:
             f"{what} has {cache.num_pages} pages of {stride} bytes: expected fewer than 2**31 rows of {unit} bytes, "
             "which the kernel counts in int32; use fewer pages"
         )
-
-
-def _record_view(cache: PagedCache) -> Tensor:
-    """uint8 `[pages, page_size, 1, record]`, as FlashMLA counts bytes: where scales follow all rows of a page, element
-    [p, t] is no token's record."""
-    size, width = cache.layout.page_size, cache.layout.record.bytes
-    return cache.data.as_strided((cache.num_pages, size, 1, width), (cache.data.stride(0), width, width, 1))

@@ -1,6 +1,8 @@
-"""Which bound caches FlashMLA reads as what they are."""
+"""How FlashMLA is shown caches, and which bound ones it reads as what they are."""
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from dsv41.errors import LayoutError
 from dsv41.hal.layout import CacheLayout, PagedCache
@@ -42,3 +44,10 @@ def check_readable(what: str, cache: PagedCache, layout: CacheLayout, arch: str)
             f"{what} ({name}) has {cache.num_pages} pages {stride} bytes apart: flashmla expected less than "
             f"{_MOST_ROWS} rows of {row} bytes, which it counts in 32 bits; use fewer pages"
         )
+
+
+def record_view(cache: PagedCache) -> Tensor:
+    """uint8 `[pages, page_size, 1, record]`, as FlashMLA counts bytes: where scales follow all rows of a page, element
+    [p, t] is no token's record."""
+    size, width = cache.layout.page_size, cache.layout.record.bytes
+    return cache.data.as_strided((cache.num_pages, size, 1, width), (cache.data.stride(0), width, width, 1))

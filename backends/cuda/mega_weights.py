@@ -16,9 +16,8 @@ from math import gcd
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from dsv41.backends.portable.weights import Matrix, PortableWeights
+from dsv41.backends.portable.weights import Matrix, PortableWeights, padded_sink
 from dsv41.errors import BackendError, InputError
 from dsv41.hal.types import LayerState, Weight
 
@@ -57,7 +56,7 @@ class MegaWeights(PortableWeights):
             **kept,
             wq_b=fused_query_rows(weights.wq_b, spec.num_heads),
             wo_a=fused_output_columns(weights.wo_a),
-            sink=pad(weights.attn_sink.float(), (0, spec.padded_heads - spec.num_heads), value=-torch.inf),
+            sink=padded_sink(layer),
         )
 
 

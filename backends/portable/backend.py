@@ -25,6 +25,7 @@ from dsv41.backends.portable.output import empty_codes, finish_output
 from dsv41.backends.portable.quantize import GROUP, quantize_mxfp8
 from dsv41.backends.portable.scores import block_maxima, index_scores
 from dsv41.backends.portable.selection import selection_slots
+from dsv41.backends.portable.target import arch_of
 from dsv41.backends.portable.topk import top_k
 from dsv41.backends.portable.weights import Matrix, PortableWeights, types_of
 from dsv41.backends.portable.workspace import Workspace
@@ -94,6 +95,11 @@ class PortableBackend(ReferenceBackend):
         self.specs: dict[LayerSpec, dict[str, Any]] = {}
         """Of the layers whose weights were prepared here, and the types of these, as `DryLayers` takes them."""
         self._max_tokens = 1
+
+    @property
+    def arch(self) -> str:
+        """Such as "sm_90", "gfx942" or "cpu"."""
+        return self.facts.arch if self.facts is not None else arch_of(self.device)
 
     # The contracts
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv41.hal.types import LayerWeights, Weight
+from dsv41.hal.types import LayerState, LayerWeights, Weight
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ def joined(weights: Sequence[Weight]) -> tuple[Matrix, ...]:
     return (
         Matrix(torch.cat([part.data for part in matrices]), torch.cat(scales) if scales else None, matrices[0].block),
     )
+
+
+def padded_sink(layer: LayerState) -> Tensor:
+    """The sink float32 `[Hp]`, -inf for heads that are padding, as libraries take it whose heads are padded."""
+    padding = layer.spec.padded_heads - layer.spec.num_heads
+    return torch.nn.functional.pad(layer.weights.attn_sink.float(), (0, padding), value=-torch.inf)
 
 
 def types_of(weights: LayerWeights) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.output import empty_codes
-from dsv41.backends.portable.target import arch_of
 from dsv41.backends.portable.weights import PortableWeights
 from dsv41.backends.reference.layouts import resolve_layouts
 from dsv41.backends.rocm.layouts import check_readable
 from dsv41.backends.rocm.ragged import Ragged
-from dsv41.backends.vendor import call, load
+from dsv41.backends.vendor import call, expect_bfloat16, load
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.builtin import INSTALL_AITER
 from dsv41.hal.layout import CacheLayouts, PagedCache
@@ -76,10 +75,6 @@ class AiterBackend(PortableBackend):
         """The library's module of sparse MLA. Raises BackendError where it cannot be imported."""
         return load(_MODULE, INSTALL_AITER)
 
-    @property
-    def arch(self) -> str:
-        return self.facts.arch if self.facts is not None else arch_of(self.device)
-
     @cached_property
     def finishes_output(self) -> bool:
         """Whether attention rotates its output back and can quantise it."""
@@ -131,11 +126,7 @@ class AiterBackend(PortableBackend):
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
     ) -> None:
         q = inputs.q
-        if q.dtype != torch.bfloat16:
-            raise BackendError(
-                f"{self.name} was given queries in {q.dtype}: expected bfloat16, which its library takes; load the "
-                "checkpoint with dtype=torch.bfloat16, or use the portable backend"
-            )
+        expect_bfloat16(self.name, q)
         out.rotated_back = self.finishes_output
         tokens = max(1, _CALL_BYTES // (q.shape[1] * q.shape[2] * q.element_size()))
         for first in range(0, len(q), tokens):

@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from dsv41.backends.cuda import prefill
-from dsv41.backends.cuda.flashmla import FlashMLABackend, _record_view
+from dsv41.backends.cuda.flashmla import FlashMLABackend
+from dsv41.backends.cuda.layouts import record_view
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.bench import make_work, our_call, random_caches
 from dsv41.checkpoint import Checkpoint, load_checkpoint
@@ -131,10 +132,10 @@ def test_the_library_gives_zeros_where_there_is_no_key(tokens: int, length: int,
         each[0] = min(length, int(each[0]))
     assert caches.compressed is not None
     in_place = backend.library.flash_mla_with_kvcache(
-        q=q, k_cache=_record_view(caches.window), block_table=None, cache_seqlens=None, head_dim_v=512,
+        q=q, k_cache=record_view(caches.window), block_table=None, cache_seqlens=None, head_dim_v=512,
         tile_scheduler_metadata=backend.library.get_mla_metadata()[0], softmax_scale=0.04, is_fp8_kvcache=True,
         indices=indices[..., :128].contiguous(), attn_sink=sinks, topk_length=lengths[0],
-        extra_k_cache=_record_view(caches.compressed), extra_indices_in_kvcache=indices[..., 128:].contiguous(),
+        extra_k_cache=record_view(caches.compressed), extra_indices_in_kvcache=indices[..., 128:].contiguous(),
         extra_topk_length=lengths[1],
     )[0]  # fmt: skip
     kv = torch.randn(448, 1, 512, device="cuda").to(BF16)
