@@ -47,6 +47,21 @@ class Interpreted(PortableBackend):
         return made if out is None else out.copy_(made)
 
 
+class ChoosesByTorch:
+    """Index keys, scores and the choice by torch, of a backend that is tested for what comes after them."""
+
+    select = ReferenceBackend.select
+    index_scores = ReferenceBackend.index_scores
+    _insert_index_keys = ReferenceBackend._insert_index_keys
+
+
+class AttendsAlone(ChoosesByTorch):
+    """All but attention by torch, for tests of many tokens."""
+
+    prepare_inputs = ReferenceBackend.prepare_inputs
+    insert_window = ReferenceBackend.insert_window
+
+
 def portable(**dtypes: str) -> PortableBackend:
     """On DEVICE, for tests of more than a few tokens."""
     return (Interpreted if DEVICE == "cpu" else PortableBackend)(device=DEVICE, **dtypes)

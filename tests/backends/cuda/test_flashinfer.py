@@ -32,7 +32,7 @@ from dsv41.synthetic import make_checkpoint
 from dsv41.topology import layer_specs
 from dsv41.verify import relative_error
 
-from ...model.portables import Interpreted
+from ...model.portables import AttendsAlone, Interpreted
 from ...model.test_drafts import CONFIG as DRAFTING
 from ...model.test_drafts import DRAFTS
 from ...model.toys import MAX_LEN, TOY, dyadic_checkpoint, noise, quarter_turns, signs
@@ -55,14 +55,8 @@ class Hostile:
         return AttnOutput(torch.full_like(inputs.q, NAN))
 
 
-class Quick(Hostile):
-    """All but attention by torch, for tests of many tokens."""
-
-    prepare_inputs = ReferenceBackend.prepare_inputs
-    insert_window = ReferenceBackend.insert_window
-    select = ReferenceBackend.select
-    index_scores = ReferenceBackend.index_scores
-    _insert_index_keys = ReferenceBackend._insert_index_keys
+class Quick(AttendsAlone, Hostile):
+    pass
 
 
 class Whole120(Hostile, FlashInferSM120):

@@ -36,6 +36,7 @@ from dsv41.session import Session
 from dsv41.stack import AttentionStack
 from dsv41.synthetic import make_checkpoint
 
+from ...model.portables import AttendsAlone
 from ...model.test_graph import Rehearsal
 from ...model.toys import MAX_LEN, TOY, dyadic_checkpoint, signs
 from ...wording import refused
@@ -74,6 +75,10 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "FEWEST_TOKENS", 4)
 
 
+class Quick(AttendsAlone, OnCpu):
+    pass
+
+
 # Steps beside the reference
 
 
@@ -89,7 +94,8 @@ def test_every_kind_of_step_gives_what_the_reference_does(
     monkeypatch.setattr(prefill, "FEWEST_TOKENS", fewest)
     library = kind(arch)
     layers = [0, 1, 4] if not FULL else None if fewest == 512 else [0, *BOTH_RATIOS]
-    twins = Twins(dyadic, backend(library, arch), layers)
+    # The kernels before attention are run in place; between both modes they differ in nothing.
+    twins = Twins(dyadic, backend(library, arch, OnCpu if fewest == 512 else Quick), layers)
     one, two, three = twins.add(), twins.add(), twins.add()
     steps: list[tuple[dict[int, int], dict[str, Any]]] = [
         ({one: 13, two: 1}, {"pad_to": 15}),
@@ -388,7 +394,7 @@ def test_nothing_is_gathered_in_a_graph_or_for_a_draft(dyadic: Path) -> None:
 def test_a_captured_step_is_the_eager_one_bit_for_bit(dyadic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over lengths that grow across the window and the top-k; the schedules are planned anew in every replay."""
     monkeypatch.setattr(graph, "_Recording", Rehearsal)
-    stack = make_stack(dyadic, backend(FlashMLA()), [4, 5])
+    stack = make_stack(dyadic, backend(FlashMLA(), kind=Quick), [4, 5])
     eager, captured = (Session(stack, max_requests=2, max_step_tokens=8, page_size=4) for _ in range(2))
     captured.capture(4, num_requests=2, layer_inputs=True)
     for session in (eager, captured):

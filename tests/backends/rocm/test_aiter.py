@@ -42,7 +42,7 @@ from dsv41.synthetic import make_checkpoint
 from dsv41.topology import layer_specs
 from dsv41.verify import relative_error
 
-from ...model.portables import Interpreted
+from ...model.portables import AttendsAlone, Interpreted
 from ...model.test_drafts import CONFIG as DRAFTING
 from ...model.test_drafts import DRAFTS
 from ...model.test_graph import Rehearsal
@@ -71,14 +71,8 @@ class Hostile(AiterBackend):
     o_proj = Interpreted.o_proj
 
 
-class Quick(Hostile):
-    """All but attention by torch, for tests of many tokens."""
-
-    prepare_inputs = ReferenceBackend.prepare_inputs
-    insert_window = ReferenceBackend.insert_window
-    select = ReferenceBackend.select
-    index_scores = ReferenceBackend.index_scores
-    _insert_index_keys = ReferenceBackend._insert_index_keys
+class Quick(AttendsAlone, Hostile):
+    pass
 
 
 class Oracle(ReferenceBackend):
@@ -209,7 +203,7 @@ def test_a_captured_step_is_the_eager_one_bit_for_bit(
     """Over lengths that grow across the window and the top-k; the streams are packed anew in every replay."""
     monkeypatch.setattr(graph, "_Recording", Rehearsal)
     checkpoint = load_checkpoint(dyadic, dtype=BF16, layers=[4, 5])
-    stack = AttentionStack(checkpoint, make(arch, kv, Hostile), max_len=MAX_LEN)
+    stack = AttentionStack(checkpoint, make(arch, kv), max_len=MAX_LEN)
     eager, captured = (Session(stack, max_requests=2, max_step_tokens=8, page_size=4) for _ in range(2))
     captured.capture(4, num_requests=2, layer_inputs=True)
     for session in (eager, captured):
