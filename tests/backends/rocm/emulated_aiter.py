@@ -205,7 +205,7 @@ def e4m3(codes: Tensor, bias: int) -> Tensor:
     power = torch.exp2((exponent.clamp(min=1) - bias).float())
     table = sign * power * (mantissa + 8 * (exponent > 0)) / 8
     table[[0x7F, 0xFF] if bias == 7 else [0x80]] = math.nan
-    return table[codes.long()]
+    return table.to(codes.device)[codes.long()]
 
 
 def _attend(q: Tensor, rows: Tensor, scale: float, sink: Tensor, *, joins: bool) -> Tensor:
