@@ -26,7 +26,6 @@ from dsv41.backends.portable.rows import group_scales
 from dsv41.backends.rocm.layouts import reads_keys
 from dsv41.backends.vendor import call, load
 from dsv41.errors import BackendError
-from dsv41.hal.arch import ARCHS
 from dsv41.hal.builtin import INSTALL_AITER
 from dsv41.hal.layout import PagedCache
 from dsv41.hal.records import Dialect
@@ -72,7 +71,7 @@ class ScoresByAiter(PortableBackend):
             and inputs.qr.dtype != torch.float32
             and spec.index_heads in _HEADS
             and spec.index_dim == _DIM
-            and reads_keys(caches.index, Dialect(ARCHS[self.arch].fp8_dialect))
+            and reads_keys(caches.index, self.arch)
             and self.paged_logits is not None
         )
         return torch.float32 if given else super().score_dtype(inputs, layer, plan, restriction)
@@ -116,9 +115,10 @@ class ScoresByAiter(PortableBackend):
 
 
 def _pages(keys: PagedCache) -> Tensor:
-    """uint8 `[pages, page_size, 1, 132]` over the pages as they lie. The last dims only say how many bytes there are."""
+    """uint8 `[pages, page_size, 1, 132]` over the pages as they lie, though only a whole page is in one piece."""
     layout = keys.layout
-    return keys.data[:, : layout.page_bytes].unflatten(1, (layout.page_size, 1, layout.row_bytes))
+    pages: Tensor = keys.data[:, : layout.page_bytes].unflatten(1, (layout.page_size, 1, layout.row_bytes))
+    return pages
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsv41.errors import LayoutError
+from dsv41.hal.arch import ARCHS
 from dsv41.hal.layout import WHOLE_PAGE, CacheLayout, PagedCache, ScalePlacement
 from dsv41.hal.records import INDEX_MXFP4_68, Dialect, ScaleFormat, index_fp8_132
 
@@ -46,13 +47,19 @@ def fp8_keys(dialect: Dialect) -> CacheLayout:
 
 
 def mxfp4_keys() -> CacheLayout:
-    """Index keys as gfx950's paged MXFP4 logits read them: `[pages, 1, 4, page_size, 16]` bytes of values, and in a pool
-    of their own `[pages, 1, 4, page_size]` scales, those of the rows that a lane of 16 loads together.
+    """Index keys as gfx950's paged MXFP4 logits read them: values `[pages, 1, 4, page_size, 16]` bytes, and scales
+    `[pages, 1, 4, page_size]` in a pool of their own, those of every 16th row together.
 
     Pages have a multiple of 16 rows.
     """
-    tiles = {"value_tile": (WHOLE_PAGE, 16), "scale_tile": (WHOLE_PAGE, 1)}
-    return CacheLayout(INDEX_MXFP4_68, _PAGE_SIZE, ScalePlacement.POOL, **tiles, scale_lanes=16)
+    return CacheLayout(
+        INDEX_MXFP4_68,
+        _PAGE_SIZE,
+        ScalePlacement.POOL,
+        value_tile=(WHOLE_PAGE, 16),
+        scale_tile=(WHOLE_PAGE, 1),
+        scale_lanes=16,
+    )
 
 
 _KEY_PAGES = (16, 32, 64, 128)
@@ -63,12 +70,13 @@ _KEY_BYTES = 2**31 - 1
 """Of a cache of keys: its offsets have 32 bits in some builds."""
 
 
-def reads_keys(cache: PagedCache, dialect: Dialect) -> bool:
-    """Whether the paged fp8 logits of an arch of this dialect read the index keys in `cache`."""
-    layout, stride = cache.layout, cache.data.stride(0)
+def reads_keys(cache: PagedCache, arch: str) -> bool:
+    """Whether the paged fp8 logits of `arch` read the index keys in `cache`, which must be of its dialect."""
+    layout, stride, dialect = cache.layout, cache.data.stride(0), ARCHS[arch].fp8_dialect
     return (
-        layout.page_size in _KEY_PAGES
-        and not layout.differences(fp8_keys(dialect).with_page_size(layout.page_size))
+        dialect is not None
+        and layout.page_size in _KEY_PAGES
+        and not layout.differences(fp8_keys(Dialect(dialect)).with_page_size(layout.page_size))
         and stride % _KEY_STRIDE == 0
         and cache.data.data_ptr() % _VECTOR == 0
         and cache.num_pages * stride <= _KEY_BYTES

@@ -206,7 +206,9 @@ def test_what_came_to_aiters_functions_later_is_told_by_their_text(
     install: Install, mla: str, logits: str, features: set[str]
 ) -> None:
     attention = {"sparse_mla": f"def sparse_mla_fwd({mla}): ...", "pa_mqa_logits": f"def deepgemm({logits}): ..."}
-    install("aiter", "amd-aiter", **AITER, **{f"ops__in__triton__in__attention__in__{k}": v for k, v in attention.items()})
+    install(
+        "aiter", "amd-aiter", **AITER, **{f"ops__in__triton__in__attention__in__{k}": v for k, v in attention.items()}
+    )
     assert inspect("aiter", None).features == {"shuffle_weight", "sparse_mla", *features}
 
 

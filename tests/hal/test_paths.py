@@ -49,8 +49,9 @@ def test_a_build_too_old_for_one_op_is_refused_by_name_for_that_op(op: str, feat
 
 def test_another_format_that_would_do_more_is_named() -> None:
     assert "ask for index_cache_dtype='fp8'" in aiter_on("mi355x").paths["index scores"]
-    assert "ask for kv_cache_dtype='fp8_ds_mla'" in (
-        aiter_on("mi355x", kv_cache_dtype="bfloat16").paths["rotation of the output"]
+    assert (
+        "ask for kv_cache_dtype='fp8_ds_mla'"
+        in (aiter_on("mi355x", kv_cache_dtype="bfloat16").paths["rotation of the output"])
     )
 
 

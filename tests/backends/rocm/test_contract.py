@@ -77,7 +77,9 @@ def test_the_call_for_index_scores_is_one_that_the_function_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [Aiter("gfx950").sparse_mla_fwd, Logits("gfx950").deepgemm_fp8_paged_mqa_logits], ids=lambda f: f.__name__
+    "function",
+    [Aiter("gfx950").sparse_mla_fwd, Logits("gfx950").deepgemm_fp8_paged_mqa_logits],
+    ids=lambda f: f.__name__,
 )
 def test_an_emulated_function_has_the_parameters_of_the_real_one(function: Any) -> None:
     mine, theirs = inspect.signature(function), real_signature(function.__name__)
