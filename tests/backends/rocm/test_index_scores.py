@@ -233,7 +233,9 @@ def test_without_the_library_or_with_an_old_one_there_is_no_function(monkeypatch
     assert backend.paged_logits is not None
 
 
-# Whole steps
+# Whole steps; on a GPU, test_on_any_gpu.py has them
+
+ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="for machines without a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +245,7 @@ def dyadic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@ON_A_CPU
 @EACH
 def test_decode_steps_choose_what_the_reference_chooses(dyadic: Path, arch: str) -> None:
     """Over lengths that leave rows out; a source of each ratio, one of them publishing candidates to the next layer."""
@@ -259,6 +262,7 @@ def test_decode_steps_choose_what_the_reference_chooses(dyadic: Path, arch: str)
     assert {call["KVBlockSize"] for call in backend.logits.calls} == {16}
 
 
+@ON_A_CPU
 def test_a_captured_step_is_the_eager_one_bit_for_bit(dyadic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_Recording", Rehearsal)
     stack = AttentionStack(load_checkpoint(dyadic, dtype=BF16, layers=[4]), make("gfx950"), max_len=MAX_LEN)

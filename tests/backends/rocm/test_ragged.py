@@ -50,12 +50,15 @@ def test_no_tokens_and_no_columns_are_streams_too(tokens: int, width: int) -> No
     assert rows.indices.numel() == 1
 
 
-def test_the_kernel_compiles_once_for_each_architecture_and_keeps_nothing_in_memory() -> None:
-    """By the compiler and not the interpreter. One build serves every number of tokens and columns."""
+def test_the_kernels_compile_once_for_each_architecture_and_keep_nothing_in_memory() -> None:
+    """By the compiler and not the interpreter. One build serves every number of tokens and columns; that of queries is
+    another for each dialect of their keys."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", str(Path(__file__).parent / "compile_facts.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["spills"] == {"gfx942 _pack_rows": 0, "gfx950 _pack_rows": 0}
+    kernels = ["_pack_rows", "_query_codes", "_query_codes"]
+    names = [f"{target} {kernel}" for target in ("gfx942", "gfx950") for kernel in kernels]
+    assert found["spills"] == {f"{name} {number}": 0 for number, name in enumerate(names)}
     assert set(found["builds"].values()) == {1}, found["builds"]
