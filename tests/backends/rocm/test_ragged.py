@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -48,17 +42,3 @@ def test_no_tokens_and_no_columns_are_streams_too(tokens: int, width: int) -> No
     rows = Ragged.of(torch.zeros(tokens, width, dtype=torch.int64, device=DEVICE))
     assert rows.indptr.tolist() == [0] * (tokens + 1)
     assert rows.indices.numel() == 1
-
-
-def test_the_kernels_compile_once_for_each_architecture_and_keep_nothing_in_memory() -> None:
-    """By the compiler and not the interpreter. One build serves every number of tokens and columns; that of queries is
-    another for each dialect of their keys."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-P", str(Path(__file__).parent / "compile_facts.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    kernels = ["_pack_rows", "_query_codes", "_query_codes"]
-    names = [f"{target} {kernel}" for target in ("gfx942", "gfx950") for kernel in kernels]
-    assert found["spills"] == {f"{name} {number}": 0 for number, name in enumerate(names)}
-    assert set(found["builds"].values()) == {1}, found["builds"]
