@@ -37,6 +37,7 @@ from dsv41.topology import layer_specs
 from ...model.portables import DEVICE
 from ...model.test_graph import Rehearsal
 from ...model.toys import MAX_LEN, TOY, dyadic_checkpoint, quarter_turns, signs
+from ..portable.test_backend import on_meta
 from .emulated_aiter import Aiter, e4m3
 from .emulated_logits import Logits
 from .test_aiter import Hostile, compare_steps
@@ -172,6 +173,7 @@ def test_the_scores_of_a_decode_step(arch: str, page_size: int, gap: int) -> Non
     out = step.score(backend)
     [arguments] = backend.logits.calls
     assert arguments["context_lens"].tolist() == [70, 5, 133, 0]
+    assert backend._scratch("scores", 2, page_size + 1, torch.float32).stride(0) % page_size == 0
     for token, request in enumerate((0, 2, 3)):
         keys = step.keys[request].double()
         dots = (step.queries[token].double().cpu() @ keys.T).relu()
@@ -260,6 +262,22 @@ def test_decode_steps_choose_what_the_reference_chooses(dyadic: Path, arch: str)
     compare_steps(backend, dyadic, [1, 4, 5], script)
     assert len(backend.logits.calls) == 4 * 2  # the third layer reads candidates
     assert {call["KVBlockSize"] for call in backend.logits.calls} == {16}
+
+
+@ON_A_CPU
+@EACH
+def test_a_step_asks_the_device_nothing(dyadic: Path, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the meta device have no numbers to ask for."""
+    monkeypatch.setattr("dsv41.backends.reference.backend.count_nan", lambda weight: 0)
+    backend = make(arch, kind=AiterBackend, device="meta")
+    checkpoint = load_checkpoint(dyadic, dtype=BF16, layers=[1, 4, 5])
+    checkpoint = replace(checkpoint, weights={layer: on_meta(own) for layer, own in checkpoint.weights.items()})
+    session = Session(AttentionStack(checkpoint, backend, max_len=MAX_LEN), max_requests=2, max_step_tokens=32)
+    one, two = session.add_request(), session.add_request()
+    for count in (16, 1, 1):
+        hidden = torch.empty(count, TOY.hidden_size, dtype=BF16, device="meta")
+        session.step({one: hidden, two: hidden})
+    assert len(backend.logits.calls) == 2 * 2
 
 
 @ON_A_CPU
