@@ -43,8 +43,8 @@ class CacheLayout:
     distance (None = the page rounded up to `alignment`). `value_tile` (rows r, bytes b) cuts the page's value rows
     into tiles, each contiguous, which follow one another along a row first: byte c of row t lies at
     t // r * (r * width) + c // b * (r * b) + t % r * b + c % b. `scale_tile` does the same to the scale rows. Before
-    that, with n `scale_lanes`, the scales of row t take the place of row t % n * (page_size / n) + t // n: what n lanes
-    load together, each for every n-th row, lies in one piece.
+    these are cut, n `scale_lanes` put row t in the place of row t % n * (page_size / n) + t // n: what each of n lanes
+    loads, the scales of every n-th row, is then in one piece.
 
     Raises LayoutError for anything that cannot be.
     """
@@ -73,8 +73,10 @@ class CacheLayout:
         self._check_tile("value_tile", self.value_tile, self.record.value_bytes)
         self._check_tile("scale_tile", self.scale_tile, self.record.scale_bytes)
         if self.scale_lanes != 1:
-            if self.scale_placement not in (ScalePlacement.PAGE, ScalePlacement.POOL):
-                raise LayoutError(f"scale_lanes {self.scale_lanes} of {name}: its scales are not in rows of their own")
+            if self.scale_tile is None:
+                raise LayoutError(
+                    f"scale_lanes {self.scale_lanes} of {name}: its scales are in no tiles; leave it at 1"
+                )
             if self.scale_lanes < 1 or self.page_size % self.scale_lanes:
                 raise LayoutError(
                     f"scale_lanes {self.scale_lanes} of {name} does not divide a page of {self.page_size} rows: change "
