@@ -166,7 +166,6 @@ AITER = BackendSpec(
             ),
         ),
         Path("rotation of the output", "portable kernels"),
-        Path("projections", "portable kernels"),
         Path("cache writes", "portable kernels"),
         Path(
             "index scores",

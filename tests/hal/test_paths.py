@@ -30,7 +30,6 @@ def test_on_an_mi355x_every_op_has_its_path() -> None:
     assert aiter_on("mi355x", index_cache_dtype="fp8").paths == {
         "attention": "aiter sparse_mla_fwd",
         "rotation of the output": "that call",
-        "projections": "portable kernels",
         "cache writes": "portable kernels",
         "index scores": "aiter deepgemm_fp8_paged_mqa_logits in decode steps, portable kernels in others",
     }

@@ -99,19 +99,19 @@ def test_golden_inputs_give_what_the_reference_gives_in_the_same_records(
     agrees(make(arch, kv, index), folder, [golden.inputs], [tokens - 4, 1, 1, 2])
 
 
+@pytest.mark.skipif(not GPU, reason="test_index_scores.py does so in the interpreter")
 @EACH
 def test_decode_scores_of_the_library_choose_what_the_reference_chooses(
     arch: str, kv: str, index: str, tmp_path: Path
 ) -> None:
     """Two requests; as many index heads as the release has."""
     config = replace(TOY, index_n_heads=32)
-    path = make_checkpoint(tmp_path / "toy", config=config, layers=None if GPU else [4])
-    layers = config.num_hidden_layers if GPU else 1
-    hidden = [noise(layers, 60, config.hidden_size, seed=s).to(DEVICE, torch.bfloat16) for s in (1, 2)]
+    path, layers = make_checkpoint(tmp_path / "toy", config=config), config.num_hidden_layers
+    hidden = [noise(layers, 60, config.hidden_size, seed=seed).to(DEVICE, torch.bfloat16) for seed in (1, 2)]
     backend = make(arch, kv, index)
-    agrees(backend, path, hidden, [40, 1, 1, 17, 1] if GPU else [9, 1])
-    decodes, scoring = (3, 3) if GPU else (1, 1)  # of four index sources, one reads candidates
-    assert len(backend.logits.calls) == (decodes * scoring if index == "fp8" else 0)
+    agrees(backend, path, hidden, [40, 1, 1, 17, 1])
+    # Three decode steps; of four index sources, one reads candidates.
+    assert len(backend.logits.calls) == (3 * 3 if index == "fp8" else 0)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU: products of fp8 take the interpreter minutes")
