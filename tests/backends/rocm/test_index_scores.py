@@ -139,6 +139,7 @@ class Scored:
             device=DEVICE,
         )
         self.plan: StepPlan = make_plan(batch, 4)
+        self.plan.num_visible[1][self.plan.token_request < 0] = 7  # of padding, which nothing is to read
         self.queries = torch.randint(-3, 4, (batch.num_tokens, heads, 128), generator=generator).to(DEVICE, BF16)
         self.weights = (torch.randint(-3, 4, (batch.num_tokens, heads), generator=generator) / 4).to(DEVICE, BF16)
         [released] = layer_specs(DeepseekV41Config(), layers=[20])
@@ -179,6 +180,16 @@ def test_the_scores_of_a_decode_step(arch: str, page_size: int, gap: int) -> Non
         dots = (step.queries[token].double().cpu() @ keys.T).relu()
         expected = (dots * step.weights[token].double().cpu()[:, None]).sum(0)
         assert torch.equal(out[token, : len(keys)].double().cpu(), expected)
+
+
+def test_a_page_that_is_missing_is_no_address() -> None:
+    backend = make("gfx950")
+    step = Scored(fp8_keys(Dialect.OCP).with_page_size(16), [1, 0, 1, 1])
+    whole = step.score(backend)
+    step.plan.batch.compressed_tables[1].pages[3, 2] = -1
+    found = step.score(backend)
+    others = [column for column in range(133) if column // 16 != 2]
+    assert torch.equal(found[2, others], whole[2, others])
 
 
 @EACH
