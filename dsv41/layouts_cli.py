@@ -141,7 +141,8 @@ def as_markdown() -> str:
     lines += [
         "",
         "Value rows, and scale rows that are not between them, may be cut into tiles of `r` rows x `b` bytes. Byte `c`",
-        "of row `t` then lies at `t // r * (r * width) + c // b * (r * b) + t % r * b + c % b`.",
+        "of row `t` then lies at `t // r * (r * width) + c // b * (r * b) + t % r * b + c % b`. With `n` scale lanes,",
+        "the scales of row `t` are in the place of row `t % n * (page_size / n) + t // n`, before they are cut.",
         "",
         "## Pages",
         "",

@@ -103,7 +103,7 @@ def _backends(report: SelectionReport) -> Table:
             state = "[green]chosen[/green]"
         else:
             state = "usable" if candidate.usable else "[red]no[/red]"
-        why = [*map(str, candidate.reasons), *candidate.remarks] or [candidate.summary]
+        why = candidate.details or [candidate.summary]
         name = (
             f"{candidate.name} (intended)"
             if report.is_stopgap and candidate.name == report.intended

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv41.hal.device import Device, Platform
+from dsv41.hal.paths import Path
 from dsv41.hal.registry import FALLBACK, BackendSpec
 from dsv41.hal.request import UNQUANTISED, V4_RECORD, Request
 from dsv41.hal.requirements import (
@@ -17,6 +18,7 @@ from dsv41.hal.requirements import (
     for_kv,
     heads,
     heads_per_group,
+    index_cache_dtype,
     index_width,
     kv_cache_dtype,
     library,
@@ -151,6 +153,29 @@ AITER = BackendSpec(
         # The library takes any number; the kernels around it do not.
         max_heads(128),
         released_head_dims(),
+    ),
+    paths=(
+        Path("attention", "aiter sparse_mla_fwd"),
+        Path(
+            "rotation of the output",
+            "that call",
+            (
+                arch("gfx950"),
+                kv_cache_dtype("fp8_ds_mla", V4_RECORD, "auto", "fp8"),
+                library("aiter", features={"mla_epilogue": "the sources of autumn 2026"}, install=INSTALL_AITER),
+            ),
+        ),
+        Path("rotation of the output", "portable kernels"),
+        Path("cache writes", "portable kernels"),
+        Path(
+            "index scores",
+            "aiter deepgemm_fp8_paged_mqa_logits in decode steps, portable kernels in others",
+            (
+                index_cache_dtype("fp8"),
+                library("aiter", features={"paged_mqa_logits": "the sources of summer 2026"}, install=INSTALL_AITER),
+            ),
+        ),
+        Path("index scores", "portable kernels"),
     ),
 )
 

@@ -38,6 +38,10 @@ class Host:
     nvidia_node: bool
     gpus: tuple[Device, ...]
     """Devices as the drivers describe them; facts that they do not tell come from the table of archs, or are 0."""
+    hip_gpus: int = 0
+    """How many AMD GPUs the HIP runtime sees, by hip-python; 0 where it was not asked."""
+    hip_problem: str = ""
+    """What hip-python said when it was asked and failed."""
 
     def has(self, vendor: str) -> bool:
         """Whether a GPU of the vendor is here, by its driver, the bus or a list of devices."""
@@ -54,8 +58,8 @@ def read_host(root: Path = ROOT, *, ask_tools: bool = True) -> Host:
     nvidia, amd = _nvidia_driver(root), _amd_driver(root)
     kfd = root / "dev/kfd"
     gpus = _kfd_devices(root)
-    if ask_tools and not gpus and amd:
-        gpus = _hip_python_devices()
+    seen, hip_problem = _ask_hip_python() if ask_tools and (amd or gpus) else ([], "")
+    gpus = gpus or seen
     if ask_tools and not gpus and nvidia:
         gpus = _nvidia_smi_devices()
     return Host(
@@ -66,6 +70,8 @@ def read_host(root: Path = ROOT, *, ask_tools: bool = True) -> Host:
         kfd_readable=os.access(kfd, os.R_OK | os.W_OK),
         nvidia_node=(root / "dev/nvidiactl").exists(),
         gpus=tuple(gpus),
+        hip_gpus=len(seen),
+        hip_problem=hip_problem,
     )
 
 
@@ -142,35 +148,49 @@ def _add(devices: list[Device], arch: str, **facts: Any) -> None:
 
 _HIP_PYTHON = """
 import json
-from hip import hip
 def call(result):
     error, *rest = result
     if int(error):
-        raise SystemExit(str(error))
-    return rest[0]
-found = []
-for index in range(call(hip.hipGetDeviceCount())):
-    try:
-        props = call(hip.hipGetDeviceProperties(index))
-    except TypeError:
-        props = hip.hipDeviceProp_t()
-        if int(hip.hipGetDeviceProperties(props, index)[0]):
-            raise SystemExit("hipGetDeviceProperties")
-    text = lambda value: value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-    found.append([text(props.gcnArchName), text(props.name), int(props.totalGlobalMem),
-                  int(props.multiProcessorCount), int(props.sharedMemPerBlock), int(props.warpSize)])
-print("dsv41:" + json.dumps(found))
+        raise RuntimeError(str(error))
+    return rest[0] if rest else None
+def ask(hip):
+    found = []
+    for index in range(call(hip.hipGetDeviceCount())):
+        try:
+            props = call(hip.hipGetDeviceProperties(index))
+        except TypeError:
+            props = hip.hipDeviceProp_t()
+            call(hip.hipGetDeviceProperties(props, index))
+        text = lambda value: value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        found.append([text(props.gcnArchName), text(props.name), int(props.totalGlobalMem),
+                      int(props.multiProcessorCount), int(props.sharedMemPerBlock), int(props.warpSize)])
+    return found
+problem, found = "", []
+try:
+    from hip import hip
+except ImportError:
+    hip = None
+try:
+    found = ask(hip) if hip else []
+except Exception as error:
+    problem = f"{type(error).__name__}: {error}"
+print("dsv41:" + json.dumps([found, problem]))
 """
 
 
-def _hip_python_devices() -> list[Device]:
-    """AMD GPUs from hip-python where it is installed. 10.0 returns the properties, older lines fill a given struct."""
-    found = re.search(r"dsv41:(.*)", _output([sys.executable, "-c", _HIP_PYTHON]))  # libraries may print as well
+def _ask_hip_python() -> tuple[list[Device], str]:
+    """AMD GPUs by hip-python where it is installed, and what it says where it fails.
+
+    Importing it proves nothing, since it opens the driver at the first call. 10.0 returns the properties, the lines
+    before it fill a given struct.
+    """
+    answer = re.search(r"dsv41:(.*)", _output([sys.executable, "-c", _HIP_PYTHON]))  # libraries may print as well
+    found, problem = json.loads(answer[1]) if answer else ([], "")
     devices: list[Device] = []
-    for arch, name, memory, units, lds, warp in json.loads(found[1]) if found else []:
+    for arch, name, memory, units, lds, warp in found:
         facts = {"name": name, "memory_bytes": memory, "multiprocessors": units, "shared_memory_bytes": lds}
         _add(devices, arch, **facts, warp_size=warp)
-    return devices
+    return devices, problem
 
 
 def _output(command: list[str]) -> str:

@@ -42,7 +42,9 @@ class CacheLayout:
     `alignment` (bytes; 0 = what the record asks for) divides the distance between pages, `page_stride` is that
     distance (None = the page rounded up to `alignment`). `value_tile` (rows r, bytes b) cuts the page's value rows
     into tiles, each contiguous, which follow one another along a row first: byte c of row t lies at
-    t // r * (r * width) + c // b * (r * b) + t % r * b + c % b. `scale_tile` does the same to the scale rows.
+    t // r * (r * width) + c // b * (r * b) + t % r * b + c % b. `scale_tile` does the same to the scale rows. Before
+    these are cut, n `scale_lanes` put row t in the place of row t % n * (page_size / n) + t // n: what each of n lanes
+    loads, the scales of every n-th row, is then in one piece.
 
     Raises LayoutError for anything that cannot be.
     """
@@ -54,6 +56,7 @@ class CacheLayout:
     value_tile: tuple[int, int] | None = None
     scale_tile: tuple[int, int] | None = None
     page_stride: int | None = None
+    scale_lanes: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "alignment", self.alignment or self.record.alignment)
@@ -69,6 +72,16 @@ class CacheLayout:
             raise LayoutError(f"alignment {self.alignment} for {name}: give a number of bytes, or 0 for its own")
         self._check_tile("value_tile", self.value_tile, self.record.value_bytes)
         self._check_tile("scale_tile", self.scale_tile, self.record.scale_bytes)
+        if self.scale_lanes != 1:
+            if self.scale_tile is None:
+                raise LayoutError(
+                    f"scale_lanes {self.scale_lanes} of {name}: its scales are in no tiles; leave it at 1"
+                )
+            if self.scale_lanes < 1 or self.page_size % self.scale_lanes:
+                raise LayoutError(
+                    f"scale_lanes {self.scale_lanes} of {name} does not divide a page of {self.page_size} rows: change "
+                    "the lanes or the page size"
+                )
         if self.page_stride is not None:
             if self.page_stride < self.page_bytes:
                 raise LayoutError(
@@ -140,6 +153,8 @@ class CacheLayout:
             for what, tile in (("values", self.value_tile), ("scales", self.scale_tile))
             if tile
         )
+        if self.scale_lanes > 1:
+            tiles += f", those of every {self.scale_lanes}th row together"
         return (
             f"{self.record.name}: {self.page_size} rows a page of {self.row_bytes} bytes, {where}{tiles}, page "
             f"{self.page_bytes} + {self.tail_bytes} tail = {self.stride} bytes"
@@ -160,6 +175,7 @@ class CacheLayout:
             "scale_placement": str(self.scale_placement),
             "value_tile": self.value_tile and self.tile_shape(self.value_tile),
             "scale_tile": self.scale_tile and self.tile_shape(self.scale_tile),
+            "scale_lanes": self.scale_lanes,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,6 +188,7 @@ class CacheLayout:
             "value_tile": list(self.value_tile) if self.value_tile else None,
             "scale_tile": list(self.scale_tile) if self.scale_tile else None,
             "page_stride": self.page_stride,
+            "scale_lanes": self.scale_lanes,
             "dialect": _text(self.record.dialect),
             "scale_format": _text(self.record.scale_format),
             "encodings": [[f.start, f.stop, str(f.encoding), f.group] for f in self.record.fields],
@@ -203,6 +220,7 @@ class CacheLayout:
             value_tile=_tile("value_tile", data["value_tile"]),
             scale_tile=_tile("scale_tile", data["scale_tile"]),
             page_stride=None if stride is None else _whole("page_stride", stride),
+            scale_lanes=_whole("scale_lanes", data["scale_lanes"]),
         )
         truth = layout.to_dict()
         for key in {**truth, **data}:
@@ -373,8 +391,8 @@ class PagedCache:
         return self._plane(self.data, 0, record.value_bytes, layout.value_tile)
 
     def scale_view(self) -> Tensor:
-        """Scales as a view `[pages, page_size, scale_bytes]` (0 bytes where there are none); tiled ones as in
-        `value_view`."""
+        """Scales as a view `[pages, page_size, scale_bytes]` (0 bytes where there are none), each in its place by
+        `scale_lanes`; tiled ones as in `value_view`."""
         layout, record = self.layout, self.layout.record
         match layout.scale_placement:
             case ScalePlacement.NONE:
@@ -444,24 +462,25 @@ class PagedCache:
 
     def _gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         values = self.value_view()[self._index(slots, self.layout.value_tile)]
-        scales = self.scale_view()[self._index(slots, self.layout.scale_tile)]
+        scales = self.scale_view()[self._index(slots, self.layout.scale_tile, self.layout.scale_lanes)]
         return values.flatten(1), scales.flatten(1)
 
     def _scatter(self, slots: Tensor, values: Tensor, scales: Tensor) -> None:
         live = slots >= 0
         if not bool(live.all()):
             slots, values, scales = slots[live], values[live], scales[live]
-        for view, tile, codes in (
-            (self.value_view(), self.layout.value_tile, values),
-            (self.scale_view(), self.layout.scale_tile, scales),
+        for view, tile, lanes, codes in (
+            (self.value_view(), self.layout.value_tile, 1, values),
+            (self.scale_view(), self.layout.scale_tile, self.layout.scale_lanes, scales),
         ):
-            index = self._index(slots, tile)
+            index = self._index(slots, tile, lanes)
             view[index] = codes.reshape(len(slots), *view.shape[len(index) :])
 
-    def _index(self, slots: Tensor, tile: tuple[int, int] | None) -> tuple[Tensor, ...]:
+    def _index(self, slots: Tensor, tile: tuple[int, int] | None, lanes: int = 1) -> tuple[Tensor, ...]:
         """What indexes a row in `value_view` or `scale_view`."""
         size = self.layout.page_size
         page, offset = slots // size, slots % size
+        offset = offset % lanes * (size // lanes) + offset // lanes
         if tile is None:
             return page, offset
         rows, _ = self.layout.tile_shape(tile)

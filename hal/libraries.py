@@ -76,7 +76,15 @@ _AITER_FILES = {
 
 
 def _aiter(folder: Path, version: str | None) -> set[str]:
-    return {name for name, paths in _AITER_FILES.items() if any((folder / path).is_file() for path in paths)}
+    """By its files; what came to a function later, by the text of its file."""
+    features = {name for name, paths in _AITER_FILES.items() if any((folder / path).is_file() for path in paths)}
+    if "out_mxfp8" in _text(folder / "ops/triton/attention/sparse_mla.py"):
+        features.add("mla_epilogue")
+    logits = _text(folder / "ops/triton/attention/pa_mqa_logits.py")
+    # Some builds between have the parameters, and take the rows of the scores for columns.
+    if "Preshuffle" in logits and re.search(r"TotalCuCount: [^=]*= None", logits) and "logits.stride(1)" not in logits:
+        features.add("paged_mqa_logits")
+    return features
 
 
 def _nothing(folder: Path, version: str | None) -> set[str]:

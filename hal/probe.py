@@ -245,8 +245,14 @@ def _why_no_rocm_device(view: _TorchView, host: Host) -> str:
             f"this user may not open /dev/kfd, so {torch} sees no AMD GPU: add the user to the groups render and "
             "video, or start the container with `--group-add render --group-add video`"
         )
+    if host.hip_gpus:
+        return (
+            f"hip-python finds the AMD GPUs of this machine ({host.hip_gpus}), but {torch}, built for ROCm "
+            f"{view.build.hip}, sees none{_said(view)}: install a torch built for the ROCm of this machine"
+        )
+    runtime = f"; hip-python says {host.hip_problem}" if host.hip_problem else ""
     advice = _hidden("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    return f"an AMD GPU is here, but {torch} sees none{_said(view)}: {advice}"
+    return f"an AMD GPU is here, but {torch} sees none{_said(view)}{runtime}: {advice}"
 
 
 def _hidden(*variables: str) -> str:

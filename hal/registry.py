@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from dsv41.errors import BackendError
+from dsv41.hal.paths import Path
 from dsv41.hal.request import INDEX_CACHE_DTYPES, KV_CACHE_DTYPES, UNSPECIFIC_KV_CACHE_DTYPES, Reason
 from dsv41.hal.requirements import Check
 
@@ -29,8 +30,9 @@ class BackendSpec:
     the `dsv41.hal.backend.CONTRACT_VERSION` that it was written against. Among the usable backends the highest
     `priority` wins; built-in vendor backends have 70 to 90, the portable one 10. `kv_cache_dtypes` and
     `index_cache_dtypes` are the specific names that it reads somewhere; `packed_kv_cache_dtype` is the one that "auto"
-    becomes. `libraries` are imported in a subprocess before the backend is. `slow_on_gpu` makes an
-    automatic choice of it on a GPU say so. `fault` is why a spec found by entry point cannot be used at all.
+    becomes. `paths` say what its ops use, where that differs. `libraries` are imported in a subprocess before the
+    backend is. `slow_on_gpu` makes an automatic choice of it on a GPU say so. `fault` is why a spec found by entry
+    point cannot be used at all.
 
     Raises BackendError for a name, target or format that cannot be.
     """
@@ -43,6 +45,7 @@ class BackendSpec:
     packed_kv_cache_dtype: str
     index_cache_dtypes: tuple[str, ...] = ("mxfp4", "fp8")
     requirements: tuple[Check, ...] = ()
+    paths: tuple[Path, ...] = ()
     libraries: tuple[str, ...] = ()
     priority: int = 50
     slow_on_gpu: bool = False

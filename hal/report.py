@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsv41.hal.device import Device
@@ -12,12 +13,19 @@ from dsv41.hal.request import Reason, Request
 
 @dataclass(frozen=True)
 class Candidate:
-    """One backend on one device. It is usable where `reasons` is empty; `remarks` say what using it costs."""
+    """One backend on one device. It is usable where `reasons` is empty; `remarks` say what using it costs, and `paths`,
+    by op, what each uses (empty for a backend that does not say)."""
 
     name: str
     summary: str
     reasons: tuple[Reason, ...]
     remarks: tuple[str, ...] = ()
+    paths: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def details(self) -> list[str]:
+        """Everything there is to say of it, a line each."""
+        return [*map(str, self.reasons), *self.remarks, *(f"{op}: {uses}" for op, uses in self.paths.items())]
 
     @property
     def usable(self) -> bool:
@@ -76,7 +84,7 @@ class SelectionReport:
         for candidate in self.candidates:
             state = "chosen" if candidate.name == self.chosen else "usable" if candidate.usable else "no"
             lines.append(f"  {candidate.name}: {state}")
-            lines += [f"    - {text}" for text in (*map(str, candidate.reasons), *candidate.remarks)]
+            lines += [f"    - {text}" for text in candidate.details]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +101,7 @@ class SelectionReport:
                     "usable": candidate.usable,
                     "reasons": [reason.to_dict() for reason in candidate.reasons],
                     "remarks": list(candidate.remarks),
+                    "paths": dict(candidate.paths),
                 }
                 for candidate in self.candidates
             },

@@ -17,6 +17,7 @@ from dsv41.errors import BackendError, ConfigError, Dsv41Error
 from dsv41.hal import registry
 from dsv41.hal.device import Device, Platform
 from dsv41.hal.names import suggest
+from dsv41.hal.paths import taken
 from dsv41.hal.probe import deep_check, probe
 from dsv41.hal.registry import BackendSpec
 from dsv41.hal.report import Candidate, SelectionReport
@@ -270,7 +271,8 @@ def judge(
     if any(reason.cls == "arch" for reason in reasons):
         reasons = [_on_another_device(reason) for reason in reasons]
     reasons.sort(key=lambda reason: REASON_CLASSES.index(reason.cls))
-    return Candidate(spec.name, spec.summary, tuple(reasons), tuple(remarks))
+    paths = {} if reasons else taken(spec.paths, device, platform, request)
+    return Candidate(spec.name, spec.summary, tuple(reasons), tuple(remarks), paths)
 
 
 def _common_checks(spec: BackendSpec) -> tuple[Check, ...]:

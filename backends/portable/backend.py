@@ -49,6 +49,9 @@ SCORE_BYTES = 256 << 20
 ATTENTION_BYTES = 256 << 20
 """The same of attention's weights."""
 _MAX_HEADS = 128
+_ROW = 128
+"""Columns of a row of scores, or a multiple: rows begin at whole cache lines, and a kernel may write past the columns
+that were asked for to the end of a page of as many keys."""
 _ALIGNED = 16
 
 Codes = tuple[Tensor, Tensor]
@@ -280,9 +283,10 @@ class PortableBackend(ReferenceBackend):
         queries = self._index_queries(inputs, layer)
         restriction = candidates if spec.reads_candidates and not spec.publishes_candidates else None
         columns = visible if restriction is None else restriction.shape[1] * spec.candidate_block_size
+        dtype = self.score_dtype(inputs, layer, plan, restriction)
         found = [
-            self._choose(queries, layer, plan, part, columns, restriction)
-            for part in _parts(inputs.qr.shape[0], columns, inputs.qr.dtype)
+            self._choose(queries, layer, plan, part, columns, restriction, dtype)
+            for part in _parts(inputs.qr.shape[0], columns, dtype)
         ]
         topk, blocks = (None if part[0] is None else _joined(part) for part in zip(*found, strict=True))
         assert topk is not None
@@ -295,6 +299,12 @@ class PortableBackend(ReferenceBackend):
         return scores
 
     # Parts of the segments that a vendor's library may take over
+
+    def score_dtype(
+        self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, restriction: Tensor | None
+    ) -> torch.dtype:
+        """The type that `_score` gives a step's scores in. `restriction`: the candidate blocks that are scored."""
+        return inputs.qr.dtype
 
     def attention_bytes(self, spec: LayerSpec, tokens: int) -> int:
         """Bytes of workspace that attention asks for in steps of so many tokens of a layer."""
@@ -394,18 +404,19 @@ class PortableBackend(ReferenceBackend):
         part: slice,
         columns: int,
         candidates: Tensor | None,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
         """Top-k, and candidate blocks where the layer publishes some, of the tokens `part`. `columns` are the visible
-        positions, or those of the `candidates` where these restrict the choice."""
+        positions, or those of the `candidates` where these restrict the choice; scores are in `dtype`."""
         spec, visible = layer.spec, plan.num_visible[layer.spec.ratio][part]
-        scores = self._scratch("scores", len(visible), columns, queries[0].dtype)
+        scores = self._scratch("scores", len(visible), columns, dtype)
         self._score(queries, layer, plan, part, candidates, scores)
         if candidates is not None:
             return top_k(scores, None, spec.topk, candidates[part], spec.candidate_block_size, visible), None
         topk = top_k(scores, visible, spec.topk, None, 1, None)
         if not spec.publishes_candidates:
             return topk, None
-        best = self._scratch("blocks", len(visible), _blocks(spec, columns), queries[0].dtype)
+        best = self._scratch("blocks", len(visible), _blocks(spec, columns), dtype)
         block_maxima(scores, visible, spec.candidate_block_size, best)
         seen = (visible + spec.candidate_block_size - 1) // spec.candidate_block_size
         return topk, top_k(best, seen, spec.candidate_blocks, None, 1, None)
@@ -450,7 +461,7 @@ class PortableBackend(ReferenceBackend):
             column += matrix.rows
 
     def _scratch(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """`[rows, columns]` of the workspace, rows starting at whole cache lines."""
+        """`[rows, columns]` of the workspace. A row has room for a multiple of 128 columns."""
         return self.workspace.take(name, rows, _padded(columns), dtype=dtype)[:, :columns]
 
 
@@ -502,7 +513,7 @@ def _bounded(limit: int, tokens: int, row: int) -> int:
 
 
 def _padded(columns: int) -> int:
-    return -(-columns // 64) * 64
+    return -(-columns // _ROW) * _ROW
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

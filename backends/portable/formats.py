@@ -26,7 +26,8 @@ class RowFormat:
 
     Dims below `coded` are in `code`, each `group` of them sharing a scale (0 = none); the others are bf16. Byte c of
     row t lies at t * `value_stride` + c from the start of its page, or in tiles of `value_tile_rows` x
-    `value_tile_bytes` (0 = untiled); its scales likewise, from `scale_start` on, in a pool of their own if `pooled`.
+    `value_tile_bytes` (0 = untiled); its scales likewise, from `scale_start` on, in a pool of their own if `pooled`,
+    and in the place of another row by `scale_lanes`, as `CacheLayout` says.
     `floor_bits` is the smallest amax that a scale is made from, as float32 bits. `native` says that the device itself
     converts e4m3 of this dialect, so that kernels need not take the bytes apart.
     """
@@ -47,6 +48,7 @@ class RowFormat:
     scale_stride: int
     scale_tile_rows: int
     scale_tile_bytes: int
+    scale_lanes: int
     pooled: int
     native: int = 0
 
@@ -105,5 +107,6 @@ def _of(layout: CacheLayout) -> RowFormat:
         scale_stride=record.bytes if per_token else record.scale_bytes,
         scale_tile_rows=scale_tile[0],
         scale_tile_bytes=scale_tile[1],
+        scale_lanes=layout.scale_lanes,
         pooled=int(placement is ScalePlacement.POOL),
     )

@@ -79,10 +79,12 @@ def _values(cache, slot, F: tl.constexpr):
 
 @triton.jit
 def scale_rows(cache, slot, F: tl.constexpr):
-    """The page of each slot's scales (uint8 pointers), and the row in it."""
+    """The page of each slot's scales (uint8 pointers), and the row in it that they lie in."""
     page, row = _values(cache, slot, F)
     if F.pooled:
         page = cache[1] + slot // F.page_size * cache[4]
+    if F.scale_lanes > 1:
+        row = row % F.scale_lanes * (F.page_size // F.scale_lanes) + row // F.scale_lanes
     return page, row
 
 

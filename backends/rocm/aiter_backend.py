@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.output import empty_codes
 from dsv41.backends.portable.weights import PortableWeights
 from dsv41.backends.reference.layouts import resolve_layouts
-from dsv41.backends.rocm.layouts import check_readable
+from dsv41.backends.rocm.index_scores import ScoresByAiter
+from dsv41.backends.rocm.layouts import check_readable, fp8_keys, mxfp4_keys
 from dsv41.backends.rocm.ragged import Ragged
 from dsv41.backends.vendor import call, expect_bfloat16, load
 from dsv41.errors import BackendError, LayoutError
@@ -57,7 +57,7 @@ class AiterPlan:
     positions: Tensor
 
 
-class AiterBackend(PortableBackend):
+class AiterBackend(ScoresByAiter):
     """Attention by aiter, in bfloat16, of as many heads as there are. On gfx950 over 584-byte records, or plain rows in
     bf16 or fp8 (OCP); on gfx942 over plain fp8 rows in its own dialect, FNUZ, alone.
 
@@ -85,7 +85,10 @@ class AiterBackend(PortableBackend):
 
     def resolve_layouts(self, kv_cache_dtype: str, index_cache_dtype: str) -> tuple[str, str, CacheLayouts]:
         """On gfx950 `auto`, `fp8` and the names of packed records all mean the 584-byte one. On gfx942 `fp8` means
-        plain rows; `auto` is refused there, as one scale for all rows is coarser than what others make of it."""
+        plain rows; `auto` is refused there, as one scale for all rows is coarser than what others make of it.
+
+        Index keys in `fp8` lie as the paged logits of the arch read them, and on gfx950 those in `mxfp4` too.
+        """
         packed = (*UNSPECIFIC_KV_CACHE_DTYPES, _PACKED, V4_RECORD)
         known = {
             "gfx942": dict.fromkeys(("fp8", _FP8), _FP8),
@@ -108,7 +111,11 @@ class AiterBackend(PortableBackend):
         if self.arch == "gfx942":
             rows = replace(layouts.window, record=plain_fp8(Dialect.FNUZ))
             layouts = CacheLayouts(rows, rows, layouts.index)
-        return name, index, layouts
+        keys = {
+            "gfx942": {"fp8": fp8_keys(Dialect.FNUZ)},
+            "gfx950": {"fp8": fp8_keys(Dialect.OCP), "mxfp4": mxfp4_keys()},
+        }
+        return name, index, replace(layouts, index=keys[self.arch].get(index, layouts.index))
 
     def check_caches(self, spec: LayerSpec, caches: LayerCaches) -> None:
         super().check_caches(spec, caches)

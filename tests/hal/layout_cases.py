@@ -1,9 +1,11 @@
 """Every kind of layout that a record can lie in, for the tests of layouts, caches and transcoding."""
 
+from dataclasses import replace
+
 import torch
 
 from dsv41.hal.layout import WHOLE_PAGE, CacheLayout, PagedCache, ScalePlacement
-from dsv41.hal.records import RECORDS, Record
+from dsv41.hal.records import INDEX_MXFP4_68, RECORDS, Record
 
 SENTINEL = 0xA5
 
@@ -17,12 +19,16 @@ def layouts_of(record: Record, page_size: int) -> list[CacheLayout]:
             CacheLayout(record, page_size, none),
             CacheLayout(record, page_size, none, value_tile=(tall, 16)),
         ]
+    chunks = CacheLayout(
+        record, page_size, ScalePlacement.POOL, value_tile=(WHOLE_PAGE, 16), scale_tile=(WHOLE_PAGE, 1)
+    )
     return [
         CacheLayout(record, page_size, ScalePlacement.TOKEN),
         CacheLayout(record, page_size, ScalePlacement.PAGE),
         CacheLayout(record, page_size, ScalePlacement.PAGE, value_tile=(tall, 16)),
         CacheLayout(record, page_size, ScalePlacement.POOL),
-        CacheLayout(record, page_size, ScalePlacement.POOL, value_tile=(WHOLE_PAGE, 16), scale_tile=(WHOLE_PAGE, 1)),
+        chunks,
+        *([replace(chunks, scale_lanes=4)] if record == INDEX_MXFP4_68 and page_size % 4 == 0 else []),
     ]
 
 

@@ -146,6 +146,18 @@ def test_fr_20_codes_cross_to_fnuz_at_half_their_worth() -> None:
     assert (crossed == BYTES).sum() == 253
 
 
+def test_fr_20_the_way_back_has_no_code_for_fnuzs_largest() -> None:
+    """Every FNUZ code, whose bits in OCP are worth the double, but for two that are NaN there; so numbers cross by
+    value: exactly at half the scale, where the largest, 2 x 240, is clamped to 448 and no code wraps."""
+    fnuz, ocp = (codecs.decode_e4m3(BYTES, dialect) for dialect in (Dialect.FNUZ, Dialect.OCP))
+    same = ~fnuz.isnan() & ~ocp.isnan()
+    assert (~same).nonzero().flatten().tolist() == [0x7F, 0x80, 0xFF]
+    assert torch.equal(ocp[same], 2 * fnuz[same])
+    crossed = codecs.decode_e4m3(codecs.encode_e4m3(2 * fnuz, Dialect.OCP), Dialect.OCP)
+    assert torch.equal(crossed.isnan(), fnuz.isnan())
+    assert torch.equal(crossed.nan_to_num(0), (2 * fnuz).clamp(-448, 448).nan_to_num(0))
+
+
 @pytest.mark.parametrize(
     "decode",
     [codecs.decode_ue8m0, codecs.double_ue8m0, codecs.decode_e2m1, lambda x: codecs.decode_e4m3(x, Dialect.OCP)],

@@ -1,11 +1,13 @@
 """What the operating system says, from a fake root."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dsv41.hal import host
 from dsv41.hal.host import cpu_device, read_host
+from dsv41.hal.probe import _torch_device
 
 NVIDIA_VERSION = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder@U22)\n"
@@ -152,28 +154,67 @@ def hipGetDeviceProperties(prop, index):
 HIP_NOISY = "print('warning: no NUMA')\n" + HIP_10 + "import atexit; atexit.register(print, 'bye')\n"
 HIP_NAMELESS = HIP_10.replace('b"gfx942:sramecc+:xnack-"', 'b""')
 HIP_NO_DRIVER = "def hipGetDeviceCount(): raise RuntimeError('failed to dlopen libamdhip64.so')\n"
-HIP_NO_DEVICE = "def hipGetDeviceCount(): return (100, 0)\n"
+HIP_NO_DEVICE = """
+import enum
+class hipError_t(enum.IntEnum):
+    hipErrorNoDevice = 100
+def hipGetDeviceCount(): return (hipError_t.hipErrorNoDevice, 0)
+"""
+HIP_TOO_OLD = "raise SystemExit('not for this Python')\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "archs"),
+    ("code", "archs", "problem"),
     [
-        (HIP_10, ["gfx942", "gfx942"]),
-        (HIP_7, ["gfx950"]),
-        (HIP_NOISY, ["gfx942", "gfx942"]),
-        (HIP_NAMELESS, []),
-        (HIP_NO_DRIVER, []),
-        (HIP_NO_DEVICE, []),
+        (HIP_10, ["gfx942", "gfx942"], ""),
+        (HIP_7, ["gfx950"], ""),
+        (HIP_NOISY, ["gfx942", "gfx942"], ""),
+        (HIP_NAMELESS, [], ""),
+        (HIP_NO_DRIVER, [], "RuntimeError: failed to dlopen libamdhip64.so"),
+        (HIP_NO_DEVICE, [], "RuntimeError: 100"),
+        (HIP_TOO_OLD, [], ""),
+        (None, [], ""),
     ],
 )
 def test_hip_python_is_read_whatever_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, archs: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None, archs: list[str], problem: str
 ) -> None:
-    write(tmp_path, "site/hip/__init__.py")
-    write(tmp_path, "site/hip/hip.py", code)
+    if code is not None:
+        write(tmp_path, "site/hip/__init__.py")
+        write(tmp_path, "site/hip/hip.py", code)
     write(tmp_path, "root/sys/module/amdgpu/version", "6.16.6\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    assert [gpu.arch for gpu in read_host(tmp_path / "root").gpus] == archs
+    found = read_host(tmp_path / "root")
+    assert [gpu.arch for gpu in found.gpus] == archs
+    assert (found.hip_gpus, found.hip_problem) == (len(archs), problem)
+
+
+def test_hip_python_and_torch_describe_a_device_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "site/hip/__init__.py")
+    write(tmp_path, "site/hip/hip.py", HIP_10)
+    write(tmp_path, "root/sys/module/amdgpu/version", "6.16.6\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    (first, _) = read_host(tmp_path / "root").gpus
+    props = SimpleNamespace(
+        name="AMD Instinct MI300X",
+        gcnArchName="gfx942:sramecc+:xnack-",
+        total_memory=1 << 37,
+        multi_processor_count=304,
+        shared_memory_per_block=65536,
+        warp_size=64,
+    )
+    assert first == _torch_device(0, props)
+
+
+def test_the_kernels_topology_goes_before_hip_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It numbers devices as they are whatever is hidden from HIP, whose view is kept beside it."""
+    write(tmp_path, "site/hip/__init__.py")
+    write(tmp_path, "site/hip/hip.py", HIP_NO_DRIVER)
+    kfd_node(tmp_path / "root", 1, 90500)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    found = read_host(tmp_path / "root")
+    assert [gpu.arch for gpu in found.gpus] == ["gfx950"]
+    assert (found.hip_gpus, found.hip_problem) == (0, "RuntimeError: failed to dlopen libamdhip64.so")
 
 
 def test_a_tool_that_hangs_or_fails_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ NONE, TOKEN, PAGE, POOL = ScalePlacement.NONE, ScalePlacement.TOKEN, ScalePlacem
 V4, V41, V41_FNUZ = v4_584(Dialect.OCP), v41_528(Dialect.OCP), v41_528(Dialect.FNUZ)
 INDEX_FP8 = index_fp8_132(Dialect.OCP, ScaleFormat.FP32)
 
+CHUNKS = CacheLayout(INDEX_MXFP4_68, 64, POOL, value_tile=(WHOLE_PAGE, 16), scale_tile=(WHOLE_PAGE, 1))
+
 # (record, page size): page bytes, distance between pages
 PAGES = {
     ("fp8_ds_mla_v4", 32): (18688, 19008),
@@ -146,6 +148,7 @@ def test_json_names_what_must_be_said() -> None:
         ({"value_tile": [7, 16]}, "does not divide"),
         ({"alignment": -1}, "alignment -1"),
         ({"page_stride": 1.5}, "page_stride 1.5"),
+        ({"scale_lanes": 2.0}, "scale_lanes 2.0"),
     ],
 )
 def test_json_that_lies_is_refused(changes: dict[str, Any], match: str) -> None:
@@ -182,6 +185,10 @@ def test_json_that_leaves_out_is_refused() -> None:
         (lambda: CacheLayout(INDEX_FP8, 64, PAGE, value_tile=(-16, 16)), "does not divide"),
         (lambda: CacheLayout(INDEX_FP8, 64, PAGE, value_tile=(16, 0)), "does not divide"),
         (lambda: CacheLayout(INDEX_BF16, 64, NONE, scale_tile=(16, 1)), "does not divide"),
+        (lambda: replace(CHUNKS, page_size=24, scale_lanes=16), "scale_lanes 16 .* page of 24 rows: change"),
+        (lambda: replace(CHUNKS, scale_lanes=0), "scale_lanes 0"),
+        (lambda: CacheLayout(INDEX_MXFP4_68, 64, TOKEN, scale_lanes=16), "its scales are in no tiles"),
+        (lambda: CacheLayout(INDEX_MXFP4_68, 64, POOL, scale_lanes=16), "its scales are in no tiles"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused(build: Any, match: str) -> None:
@@ -203,6 +210,7 @@ def test_fr_26_tiles_are_part_of_the_layout() -> None:
     pool = CacheLayout(INDEX_MXFP4_68, 64, POOL, value_tile=(WHOLE_PAGE, 16))
     assert not pool.differences(replace(pool, value_tile=(64, 16)))
     assert pool.with_page_size(128).differences(replace(pool, value_tile=(64, 16), page_size=128))
+    assert replace(CHUNKS, scale_lanes=16).differences(CHUNKS) == ["scale_lanes 16 where 1 is expected"]
 
 
 def test_differences_name_each_misreading_and_ignore_strides() -> None:
@@ -230,6 +238,9 @@ def test_describe_is_one_line_of_facts() -> None:
     )
     assert "scales in a pool of their own, values in tiles of 64 rows x 16 bytes" in (
         CacheLayout(INDEX_MXFP4_68, 64, POOL, value_tile=(WHOLE_PAGE, 16)).describe()
+    )
+    assert "tiles of 64 rows x 1 bytes, those of every 16th row together, page" in (
+        replace(CHUNKS, scale_lanes=16).describe()
     )
 
 

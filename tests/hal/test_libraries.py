@@ -192,6 +192,26 @@ def test_fr_100_aiter_is_told_by_its_files(install: Install) -> None:
     assert inspect("aiter", None).features == {"shuffle_weight", "sparse_mla"}
 
 
+@pytest.mark.parametrize(
+    ("mla", "logits", "features"),
+    [
+        ("out_mxfp8=None", "Preshuffle: bool, TotalCuCount: int | None = None", {"mla_epilogue", "paged_mqa_logits"}),
+        ("out=None", "Preshuffle: bool, TotalCuCount: Optional[int] = None", {"paged_mqa_logits"}),
+        ("out=None", "Preshuffle: bool, TotalCuCount: int = 80", set()),
+        ("out=None", "Preshuffle: bool, TotalCuCount: int | None = None): out_logits.stride(1)", set()),
+        ("out=None", "TotalCuCount: int | None = None", set()),
+    ],
+)
+def test_what_came_to_aiters_functions_later_is_told_by_their_text(
+    install: Install, mla: str, logits: str, features: set[str]
+) -> None:
+    attention = {"sparse_mla": f"def sparse_mla_fwd({mla}): ...", "pa_mqa_logits": f"def deepgemm({logits}): ..."}
+    install(
+        "aiter", "amd-aiter", **AITER, **{f"ops__in__triton__in__attention__in__{k}": v for k, v in attention.items()}
+    )
+    assert inspect("aiter", None).features == {"shuffle_weight", "sparse_mla", *features}
+
+
 def test_a_foreign_aiter_is_recognised(install: Install) -> None:
     install("aiter", "aiter", "0.13.20220108")
     found = inspect("aiter", None)

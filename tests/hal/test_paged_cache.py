@@ -2,6 +2,7 @@
 
 import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ def scale_offset(layout: CacheLayout, row: int, byte: int) -> int:
         return row * layout.record.bytes + layout.record.value_bytes + byte
     if layout.scale_placement is PAGE:
         return size * layout.record.value_bytes + row * width + byte
+    lanes = layout.scale_lanes
+    row = row % lanes * (size // lanes) + row // lanes
     return byte * size + row if layout.scale_tile else row * width + byte
 
 
@@ -140,6 +143,17 @@ def test_fr_26_tiles_are_the_vendors() -> None:
     assert torch.equal(cache.data.view(2, 4, 64, 16), values.view(2, 64, 4, 16).transpose(1, 2))
     assert cache.scale_pool is not None
     assert torch.equal(cache.scale_pool.view(2, 4, 64), scales.view(2, 64, 4).transpose(1, 2))
+
+    # Later builds of its reader want a lane's four rows together: those 16 apart.
+    lanes = PagedCache.allocate(replace(layout, scale_lanes=16), 2)
+    lanes.write(slots, rows)
+    assert lanes.scale_pool is not None
+    assert torch.equal(lanes.data, cache.data)
+    for slot in slots.tolist():
+        page, row = divmod(slot, 64)
+        places = torch.arange(4) * 64 + row % 16 * 4 + row // 16
+        assert torch.equal(lanes.scale_pool[page, places], scales[slot])
+    assert torch.equal(lanes.read(slots), cache.read(slots))
 
 
 @pytest.mark.parametrize("gap", [0, 1, 7])

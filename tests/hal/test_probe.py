@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,8 @@ def test_one_bad_device_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
 KFD_MISSING = machine(amd_driver="6.16.6", gpus=(Device.gpu("gfx942"),))
 KFD_FORBIDDEN = machine(amd_driver="6.16.6", kfd_node=True, gpus=(Device.gpu("gfx942"),))
 BUS_ONLY = machine(pci=frozenset({"nvidia"}))
+HIP_SEES = replace(AMD, hip_gpus=1)
+HIP_FAILS = replace(AMD, hip_problem="RuntimeError: failed to dlopen libamdhip64.so")
 NO_NODE = machine(nvidia_driver="580.95.05")
 
 
@@ -220,6 +223,8 @@ NO_NODE = machine(nvidia_driver="580.95.05")
         (torch_double(**ROCM), KFD_MISSING, "`--device=/dev/kfd --device=/dev/dri`"),
         (torch_double(**ROCM), KFD_FORBIDDEN, "add the user to the groups render and video"),
         (torch_double(**ROCM), AMD, "an AMD GPU is here, but torch 2.14.0+rocm7.1 sees none"),
+        (torch_double(**ROCM), HIP_SEES, "built for ROCm 7.1.5, sees none: install a torch built for the ROCm of this"),
+        (torch_double(**ROCM), HIP_FAILS, "sees none; hip-python says RuntimeError: failed to dlopen libamdhip64.so: "),
         (torch_double(**CUDA), BUS_ONLY, "no NVIDIA driver is loaded"),
         (torch_double("2.14.0+cpu"), BUS_ONLY, "no driver loaded, so install NVIDIA's first"),
         (torch_double(**CUDA), NO_NODE, "`--gpus all`"),

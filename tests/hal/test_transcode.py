@@ -126,6 +126,20 @@ def test_fr_20_the_other_records_cross_too() -> None:
             assert (target.scale_view()[..., -1] == 0).all()
 
 
+@pytest.mark.parametrize("exponent", [127, 140])
+def test_fr_20_every_fnuz_code_crosses_to_ocp_by_value(exponent: int) -> None:
+    """A row of each code, whose group has a scale that holds it."""
+    source = PagedCache.allocate(layout_of(V41_FNUZ), 16)
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 512)
+    source.write_bytes(torch.arange(256), codes, torch.full((256, 16), exponent, dtype=torch.uint8))
+    target, report = move(source, V41, 256)
+    assert report == TranscodeReport(rows=256, exact=True, max_relative_error=0.0, nan_rows=1)
+    before, after = (cache.read(torch.arange(256)) for cache in (source, target))
+    assert before[0x80].isnan().all()
+    assert torch.equal(before.nan_to_num(1e9), after.nan_to_num(1e9))
+    assert float(after[0x7F, 0]) == 240 * 2.0 ** (exponent - 127)
+
+
 def test_fnuz_to_ocp_is_exact_unless_a_group_reaches_240() -> None:
     rows = random_rows(512, 40)
     source = cache_of(V41_FNUZ, rows)

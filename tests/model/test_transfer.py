@@ -87,7 +87,7 @@ def layout(record: Record, placement: ScalePlacement, **more: Any) -> CacheLayou
 
 INDEX = [
     layout(INDEX_MXFP4_68, PAGE),
-    layout(INDEX_MXFP4_68, POOL, **TILE, scale_tile=(WHOLE_PAGE, 1)),
+    layout(INDEX_MXFP4_68, POOL, **TILE, scale_tile=(WHOLE_PAGE, 1), scale_lanes=2),
     layout(index_fp8_132(OCP, ScaleFormat.FP32), PAGE),
     layout(index_fp8_132(OCP, ScaleFormat.UE8M0), PAGE),
     layout(index_fp8_132(FNUZ, ScaleFormat.FP32), PAGE, **TILE),

@@ -230,7 +230,7 @@ def test_a_selection_is_the_same_in_parts(realistic: Path, layer: int, monkeypat
     whole = backend.select(*given)
     parts: list[int] = []
     score = backend._score
-    monkeypatch.setattr(backend_module, "SCORE_BYTES", 5 * 64 * 4)
+    monkeypatch.setattr(backend_module, "SCORE_BYTES", 5 * backend_module._ROW * 4)
     monkeypatch.setattr(backend, "_score", lambda *a: (parts.append(a[-1].shape[0]), score(*a)))
     assert_equal(backend.select(*given), whole)
     assert parts == [5, 5, 4]

@@ -1,4 +1,4 @@
-"""aiter's sparse MLA without a GPU: its signature, its rules checked, its answer in torch.
+"""aiter's sparse MLA without a GPU of AMD's: its signature, its rules checked, its answer in torch.
 
 Written from the rules of the library and from the bytes of the records, and from nothing of ours. What the real one
 would refuse or misread raises AssertionError with the rule. Where the real one divides 0 by 0, so does this one.
@@ -99,7 +99,7 @@ class Aiter:
         if q.is_meta:
             return out if out is not None else q.new_empty(q.shape), None
 
-        sink = torch.full((heads,), -math.inf) if attn_sink is None else attn_sink
+        sink = torch.full((heads,), -math.inf, device=q.device) if attn_sink is None else attn_sink
         found = torch.stack(
             [
                 _attend(
@@ -164,8 +164,9 @@ class Aiter:
         if scale is not None:
             return e4m3(cache.view(torch.uint8)[page, row], 8 if self.arch == "gfx942" else 7) * scale
         data = cache.as_strided((len(cache), size * 584), (cache.stride(0), 1))
-        values = data[page[:, None], row[:, None] * 576 + torch.arange(576)]
-        exponents = data[page[:, None], size * 576 + row[:, None] * 8 + torch.arange(7)].double() - 127
+        byte = torch.arange(576, device=data.device)
+        values = data[page[:, None], row[:, None] * 576 + byte]
+        exponents = data[page[:, None], size * 576 + row[:, None] * 8 + byte[:7]].double() - 127
         coded = e4m3(values[:, :448], 7) * torch.exp2(exponents).repeat_interleave(64, 1)
         rotary = values[:, 448:].contiguous().view(torch.bfloat16)
         return torch.cat((coded.to(torch.bfloat16), rotary), 1).float()
@@ -205,13 +206,13 @@ def e4m3(codes: Tensor, bias: int) -> Tensor:
     power = torch.exp2((exponent.clamp(min=1) - bias).float())
     table = sign * power * (mantissa + 8 * (exponent > 0)) / 8
     table[[0x7F, 0xFF] if bias == 7 else [0x80]] = math.nan
-    return table[codes.long()]
+    return table.to(codes.device)[codes.long()]
 
 
 def _attend(q: Tensor, rows: Tensor, scale: float, sink: Tensor, *, joins: bool) -> Tensor:
     """float32 `[H, 512]`, by the library's formula, in which a sink of -inf is 0 / 0 where there is no row."""
     scores = q @ rows.T * scale
-    empty = torch.full((len(q), 1), -math.inf)
+    empty = torch.full((len(q), 1), -math.inf, device=q.device)
     largest = torch.cat((scores, empty), 1).amax(1)
     weights = torch.exp(scores - largest[:, None])
     last = torch.maximum(largest, sink) if joins else largest

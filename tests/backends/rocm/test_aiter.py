@@ -124,7 +124,7 @@ def compare_steps(backend: Any, path: Path, layers: list[int], script: Any, clos
     for each in (Oracle(backend), backend):
         made = AttentionStack(load_checkpoint(path, dtype=BF16, layers=layers), each, max_len=MAX_LEN, **stack)
         quarter_turns(made)
-        session = Session(made, max_requests=3, max_step_tokens=32, page_size=4)
+        session = Session(made, max_requests=3, max_step_tokens=32, page_size=16)
         poison(session)
         hidden = signs(len(layers), 60, TOY.hidden_size).to(BF16)
         outputs.append([rows for step in script(session, hidden) for rows in step.values()])
@@ -204,7 +204,7 @@ def test_a_captured_step_is_the_eager_one_bit_for_bit(
     monkeypatch.setattr(graph, "_Recording", Rehearsal)
     checkpoint = load_checkpoint(dyadic, dtype=BF16, layers=[4, 5])
     stack = AttentionStack(checkpoint, make(arch, kv), max_len=MAX_LEN)
-    eager, captured = (Session(stack, max_requests=2, max_step_tokens=8, page_size=4) for _ in range(2))
+    eager, captured = (Session(stack, max_requests=2, max_step_tokens=8, page_size=16) for _ in range(2))
     captured.capture(4, num_requests=2, layer_inputs=True)
     for session in (eager, captured):
         assert [session.add_request() for _ in range(2)] == [0, 1]

@@ -7,23 +7,28 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from dsv41.backends.rocm.layouts import fp8_keys
 from dsv41.hal.device import Library, Platform
 from dsv41.hal.libraries import KINDS
+from dsv41.hal.records import Dialect
 from dsv41.hal.select import explain_backends
 from dsv41.hal.types import LayerCaches
 
 from ...model.toys import noise
 from ..cuda import wheels
+from . import test_index_scores
 from .emulated_aiter import Aiter
+from .emulated_logits import Logits
 from .test_aiter import CASES, attend, filled, layer_of, make
 
-SIGNATURES = Path(__file__).parent / "signatures" / "sparse_mla.pyi"
+SIGNATURES = Path(__file__).parent / "signatures"
 NEWEST_WHEEL = "0.1.7.post2.dev18"
 
 
@@ -33,14 +38,19 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-def real_signature() -> inspect.Signature:
-    [definition] = [node for node in ast.parse(SIGNATURES.read_text()).body if isinstance(node, ast.FunctionDef)]
-    assert definition.name == "sparse_mla_fwd"
-    return wheels.signature(definition)
+def real_signature(function: str) -> inspect.Signature:
+    [found] = [
+        node
+        for path in SIGNATURES.glob("*.pyi")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    ]
+    return wheels.signature(found)
 
 
-def test_the_signature_says_where_it_is_from() -> None:
-    text = ast.get_docstring(ast.parse(SIGNATURES.read_text())) or ""
+@pytest.mark.parametrize("path", sorted(SIGNATURES.glob("*.pyi")), ids=lambda path: path.stem)
+def test_a_signature_says_where_it_is_from(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert "https://github.com/ROCm/aiter" in text
     assert re.search(r"^commit: [0-9a-f]{40}$", text, re.MULTILINE)
     assert re.search(r"^read: \d{4}-\d\d-\d\d$", text, re.MULTILINE)
@@ -55,11 +65,24 @@ def test_every_call_is_one_that_the_function_takes(arch: str, kv: str, ratio: in
     rows = torch.arange(16, 32).view(2, 8)
     attend(backend, layer, noise(2, 4, 512).bfloat16(), rows, rows if ratio else None)
     [arguments] = backend.library.calls
-    real_signature().bind(**arguments)
+    real_signature("sparse_mla_fwd").bind(**arguments)
 
 
-def test_the_emulated_function_has_the_parameters_of_the_real_one() -> None:
-    mine, theirs = inspect.signature(Aiter("gfx950").sparse_mla_fwd), real_signature()
+def test_the_call_for_index_scores_is_one_that_the_function_takes() -> None:
+    backend = test_index_scores.make("gfx950")
+    step = test_index_scores.Scored(fp8_keys(Dialect.OCP), [1, 0, 1, 1])
+    step.score(backend)
+    [arguments] = backend.logits.calls
+    real_signature("deepgemm_fp8_paged_mqa_logits").bind(**arguments)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Aiter("gfx950").sparse_mla_fwd, Logits("gfx950").deepgemm_fp8_paged_mqa_logits],
+    ids=lambda f: f.__name__,
+)
+def test_an_emulated_function_has_the_parameters_of_the_real_one(function: Any) -> None:
+    mine, theirs = inspect.signature(function), real_signature(function.__name__)
     assert list(mine.parameters) == list(theirs.parameters)
     for name, parameter in theirs.parameters.items():
         assert mine.parameters[name].kind == parameter.kind
@@ -70,7 +93,7 @@ def test_the_emulated_function_has_the_parameters_of_the_real_one() -> None:
 def test_the_newest_wheel_is_too_old_and_refused_by_name() -> None:
     folder = wheels.sources_or_skip("amd-aiter", NEWEST_WHEEL)
     features = KINDS["aiter"].features(folder / "aiter", NEWEST_WHEEL)
-    assert "sparse_mla" not in features
+    assert not {"sparse_mla", "mla_epilogue", "paged_mqa_logits"} & features
     assert "shuffle_weight" in features
     with pytest.raises(LookupError):
         wheels.function(folder, "aiter.ops.triton.attention.sparse_mla.sparse_mla_fwd")
