@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dsv41.hal.aiter_ops import aiter_ops
 from dsv41.hal.device import Device, Platform
 from dsv41.hal.registry import FALLBACK, BackendSpec
 from dsv41.hal.request import UNQUANTISED, V4_RECORD, Request
@@ -151,6 +152,7 @@ AITER = BackendSpec(
         # The library takes any number; the kernels around it do not.
         max_heads(128),
         released_head_dims(),
+        *aiter_ops(),
     ),
 )
 

@@ -75,8 +75,17 @@ _AITER_FILES = {
 }
 
 
+# Those whose file is older than what is wanted of it, by a line of its text.
+_AITER_TEXTS = {
+    "gemm_blockscale": ("ops/gemm_op_a8w8.py", "def gemm_a8w8_blockscale_bpreshuffle("),
+    "gemm_mxfp8": ("ops/gemm_op_a8w8.py", "def _gemm_mxscale_bpreshuffle("),
+    "bmm_mxfp8": ("ops/flydsl/batched_gemm_a8w8.py", '("gfx950", "32x32"'),
+}
+
+
 def _aiter(folder: Path, version: str | None) -> set[str]:
-    return {name for name, paths in _AITER_FILES.items() if any((folder / path).is_file() for path in paths)}
+    by_file = {name for name, paths in _AITER_FILES.items() if any((folder / path).is_file() for path in paths)}
+    return by_file | {name for name, (path, line) in _AITER_TEXTS.items() if line in _text(folder / path)}
 
 
 def _nothing(folder: Path, version: str | None) -> set[str]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.output import empty_codes
 from dsv41.backends.portable.weights import PortableWeights
 from dsv41.backends.reference.layouts import resolve_layouts
+from dsv41.backends.rocm.base import RocmBackend
 from dsv41.backends.rocm.layouts import check_readable
 from dsv41.backends.rocm.ragged import Ragged
 from dsv41.backends.vendor import call, expect_bfloat16, load
@@ -57,7 +57,7 @@ class AiterPlan:
     positions: Tensor
 
 
-class AiterBackend(PortableBackend):
+class AiterBackend(RocmBackend):
     """Attention by aiter, in bfloat16, of as many heads as there are. On gfx950 over 584-byte records, or plain rows in
     bf16 or fp8 (OCP); on gfx942 over plain fp8 rows in its own dialect, FNUZ, alone.
 
