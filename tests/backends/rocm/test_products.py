@@ -131,7 +131,8 @@ def test_tiles_are_those_of_the_library() -> None:
     """Its own function, from its newest wheel; the file needs nothing but torch."""
     folder = wheels.sources_or_skip("amd-aiter", NEWEST_WHEEL)
     spec = importlib.util.spec_from_file_location("aiter_shuffle", folder / "aiter" / "ops" / "shuffle.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     codes = torch.randint(256, (80, 256), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
@@ -154,7 +155,8 @@ def test_only_weights_that_the_products_take_are_put_in_tiles() -> None:
     takes = [([coded(64, 128)], 2), ([coded(32, 128), coded(64, 128)], 1)]
     for weights, groups in takes:
         found = fine(weights, groups)
-        assert found is not None and found.rows == sum(len(weight.data) for weight in weights)
+        assert found is not None
+        assert found.rows == sum(len(weight.data) for weight in weights)
     for weights, groups in (
         ([noise(32, 128)], 1),
         ([coded(40, 128)], 1),
@@ -187,7 +189,8 @@ def test_coarse_scales_are_the_largest_and_codes_round_once(dialect: Dialect) ->
     weight = release_like(160, 256)
     exact = dequantize_blocks(weight)
     matrix = coarse([weight], dialect)
-    assert matrix is not None and matrix.scale is not None
+    assert matrix is not None
+    assert matrix.scale is not None
     grid = decode_ue8m0(weight.scale)
     largest = torch.stack([torch.stack([grid[r : r + 4, c : c + 4].max() for c in (0, 4)]) for r in (0, 4)])
     assert torch.equal(matrix.scale, largest * (2 if dialect is Dialect.FNUZ else 1))
@@ -209,6 +212,7 @@ def test_coarse_scales_are_exact_where_no_code_loses_bits(dialect: Dialect) -> N
         small = torch.where(values.abs() >= kept, codes, 0)
         scale = torch.full((4, 8), 127 - steps, dtype=torch.uint8)
         scale[0, 0] = scale[0, 4] = 127
+        small[:, [0, 128]] = 0x38
         scale[3, 3], small[96:, 96:128] = 200, 0x80
         weight = BlockScaledWeight(small.view(torch.float8_e4m3fn), scale)
         matrix = coarse([weight], dialect)
@@ -249,7 +253,8 @@ def test_activations_in_groups_of_128(rows: int, columns: int, fnuz: bool) -> No
     x[0, :128] = 0
     x[-1, -1] = 3e4
     codes, scales = quantize_groups(x, fnuz)
-    assert scales.shape == (rows, columns // 128) and (scales.stride(0) == 1 or rows == 1)
+    assert scales.shape == (rows, columns // 128)
+    assert scales.stride(0) == 1 or rows == 1
     groups = x.float().view(rows, -1, 128)
     limit, dtype = (240.0, torch.float8_e4m3fnuz) if fnuz else (448.0, torch.float8_e4m3fn)
     due = groups.abs().amax(-1).clamp(min=1e-4) / limit
@@ -345,7 +350,7 @@ def test_both_projections_of_queries_take_the_codes_of_one_norm(
     session.step({session.add_request(): noise(1, 40, 128).to(BF16)})
     prepared: Any = stack.layers[0].state.prepared
     codes = {
-        name: [codes for pointer, codes in given if pointer == getattr(prepared, name).data.data_ptr()][0]
+        name: next(codes for pointer, codes in given if pointer == getattr(prepared, name).data.data_ptr())
         for name in ("wq_b", "index_wq_b")
     }
     assert len(normed) == 1
@@ -426,7 +431,7 @@ def test_activations_in_float32_are_the_portable_kernels(realistic: Path) -> Non
 def test_new_weights_go_into_the_memory_of_the_old(
     realistic: Path, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preparing leaves the layer's own as they are; after an update and after sleep a step gives what a new stack does."""
+    """Preparing leaves the layer's own as they are; after an update, and after sleep, a step is that of a new stack."""
     monkeypatch.setenv("DSV41_AITER_PRODUCTS", asked)
     arch = "gfx950" if asked == "auto" else "gfx942"
     other = make_checkpoint(tmp_path / "other", config=WIDE, seed=1)
