@@ -8,10 +8,11 @@ import torch
 
 from dsv41.backends.portable import aot
 from dsv41.backends.portable.launch import Launch, watching
+from dsv41.backends.rocm.group_quantize import quantize_groups
 from dsv41.backends.rocm.ragged import pack_ragged
 
 
-def launches(tokens: int, width: int) -> list[Launch]:
+def launches(tokens: int, width: int, *, fnuz: bool) -> list[Launch]:
     found: list[Launch] = []
 
     def note(launch: Launch) -> bool:
@@ -20,13 +21,15 @@ def launches(tokens: int, width: int) -> list[Launch]:
 
     with watching(note):
         pack_ragged(torch.zeros(tokens, width).long())
+        quantize_groups(torch.zeros(tokens, 5120, dtype=torch.bfloat16), fnuz)
     return found
 
 
 if __name__ == "__main__":
     spills, builds = {}, {}
     for target in ("gfx942", "gfx950"):
-        for same in zip(launches(16, 512), launches(1, 128), launches(7, 133), strict=True):
+        shapes = ((16, 512), (1, 128), (7, 133))
+        for same in zip(*(launches(*shape, fnuz=target == "gfx942") for shape in shapes), strict=True):
             name = f"{target} {same[0].kernel.fn.__name__}"
             builds[name] = len({aot.jit_key(launch, target) for launch in same})
             figures, _ = aot.compile_build(aot.specialize(same[0], target))
