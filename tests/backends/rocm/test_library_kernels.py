@@ -1,4 +1,4 @@
-"""aiter's own Triton product by blocks of 128, of its newest wheel, in Triton's interpreter over the operands made here.
+"""aiter's own Triton product by blocks of 128, of its newest wheel, in the interpreter over the operands made here.
 
 It takes weights that are not in tiles. The preshuffled products are not in that wheel as Triton, and `import aiter`
 needs a ROCm installation, so the kernel's module is imported under packages that hold nothing but the wheel's folders.
