@@ -1,6 +1,6 @@
 """One branch of a step beside the rest of it, while a graph is captured; otherwise everything is in one stream.
 
-Outside a captured graph streams wait for one another by events at run time, which HIP was seen to hang in. Captured, a
+Outside a captured graph streams wait for one another by events at run time, in which HIP was reported to hang. Captured, a
 wait is an edge between two nodes of the graph, and nothing waits for an event when it is replayed.
 
 Memory. The caching allocator gives a freed block to the next tensor of the stream that it came from. That is safe here

@@ -16,10 +16,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from dsv41 import graph
+from dsv41.backends.portable import backend as portable
+from dsv41.backends.portable.quantize import quantize_mxfp8
 from dsv41.backends.portable.weights import Matrix
 from dsv41.backends.reference.linear import grouped_linear, linear
 from dsv41.backends.rocm.aiter_backend import AiterBackend
-from dsv41.backends.rocm.group_quantize import quantize_groups
 from dsv41.backends.rocm.matrices import CoarseMatrix, TiledMatrix, coarse, fine, tiled
 from dsv41.checkpoint import load_checkpoint
 from dsv41.errors import BackendError, InputError
@@ -246,23 +247,6 @@ def test_scales_that_cannot_double_are_refused() -> None:
         coarse([weight], Dialect.FNUZ)
 
 
-@pytest.mark.parametrize("fnuz", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (5, 384), (3, 2176)])
-def test_activations_in_groups_of_128(rows: int, columns: int, fnuz: bool) -> None:
-    x = noise(rows, columns + 8).mul(torch.exp2(noise(rows, 1, seed=3) * 4)).to(BF16)[:, :columns]
-    x[0, :128] = 0
-    x[-1, -1] = 3e4
-    codes, scales = quantize_groups(x, fnuz)
-    assert scales.shape == (rows, columns // 128)
-    assert scales.stride(0) == 1 or rows == 1
-    groups = x.float().view(rows, -1, 128)
-    limit, dtype = (240.0, torch.float8_e4m3fnuz) if fnuz else (448.0, torch.float8_e4m3fn)
-    due = groups.abs().amax(-1).clamp(min=1e-4) / limit
-    assert torch.equal(scales, due)
-    expected = (groups / due[..., None]).clamp(-limit, limit).to(dtype).view(torch.uint8)
-    assert torch.equal(codes, expected.flatten(1))
-
-
 # Products
 
 
@@ -278,8 +262,6 @@ def test_each_product_is_that_of_the_reference(realistic: Path, rows: int) -> No
     found = backend.project_latent(latent, layer)
     torch.testing.assert_close(found, linear(latent, weights.wo_b, quantize=True), rtol=2**-7, atol=1e-3)
     heads = noise(rows, groups, 1024, seed=2).to(BF16)
-    from dsv41.backends.portable.quantize import quantize_mxfp8
-
     codes, scale = quantize_mxfp8(heads.flatten(1))
     made = backend.project_groups(codes.view(heads.shape), scale.view(rows, groups, 32), layer, BF16)
     torch.testing.assert_close(made, grouped_linear(heads, weights.wo_a, quantize=True), rtol=2**-7, atol=1e-3)
@@ -333,8 +315,6 @@ def test_both_projections_of_queries_take_the_codes_of_one_norm(
     realistic: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The main one and the indexer's: one launch norms both parts and rounds the queries' to MXFP8."""
-    from dsv41.backends.portable import backend as portable
-
     normed: list[tuple[Tensor, ...]] = []
     norm = portable.norm_inputs
     monkeypatch.setattr(portable, "norm_inputs", lambda *given: normed.append(norm(*given)) or normed[-1])
