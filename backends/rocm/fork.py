@@ -1,7 +1,7 @@
 """One branch of a step beside the rest of it, while a graph is captured; otherwise everything is in one stream.
 
-Outside a captured graph streams wait for one another by events at run time, in which HIP was reported to hang. Captured, a
-wait is an edge between two nodes of the graph, and nothing waits for an event when it is replayed.
+Outside a captured graph streams wait for one another by events at run time, in which HIP was reported to hang.
+Captured, a wait is an edge between two nodes of the graph, and nothing waits for an event when it is replayed.
 
 Memory. The caching allocator gives a freed block to the next tensor of the stream that it came from. That is safe here
 without `record_stream`: a branch begins by waiting for all that the main stream was given so far, so what it allocates
