@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dsv41.hal.aiter_ops import product_paths
 from dsv41.hal.device import Device, Platform
 from dsv41.hal.paths import Path
 from dsv41.hal.registry import FALLBACK, BackendSpec
@@ -166,7 +167,8 @@ AITER = BackendSpec(
             ),
         ),
         Path("rotation of the output", "portable kernels"),
-        Path("cache writes", "portable kernels"),
+        Path("norms and their MXFP8, cache writes", "portable kernels"),
+        *product_paths(INSTALL_AITER),
         Path(
             "index scores",
             "aiter deepgemm_fp8_paged_mqa_logits in decode steps, portable kernels in others",

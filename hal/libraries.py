@@ -75,11 +75,19 @@ _AITER_FILES = {
 }
 
 
+# Those whose file is older than what is wanted of it, by a line of its text.
+_AITER_TEXTS = {
+    "mla_epilogue": ("ops/triton/attention/sparse_mla.py", "out_mxfp8"),
+    "gemm_blockscale": ("ops/gemm_op_a8w8.py", "def gemm_a8w8_blockscale_bpreshuffle("),
+    "gemm_mxfp8": ("ops/gemm_op_a8w8.py", "def _gemm_mxscale_bpreshuffle("),
+    "bmm_mxfp8": ("ops/flydsl/batched_gemm_a8w8.py", '("gfx950", "32x32"'),
+}
+
+
 def _aiter(folder: Path, version: str | None) -> set[str]:
     """By its files; what came to a function later, by the text of its file."""
     features = {name for name, paths in _AITER_FILES.items() if any((folder / path).is_file() for path in paths)}
-    if "out_mxfp8" in _text(folder / "ops/triton/attention/sparse_mla.py"):
-        features.add("mla_epilogue")
+    features |= {name for name, (path, line) in _AITER_TEXTS.items() if line in _text(folder / path)}
     logits = _text(folder / "ops/triton/attention/pa_mqa_logits.py")
     # Some builds between have the parameters, and take the rows of the scores for columns.
     if "Preshuffle" in logits and re.search(r"TotalCuCount: [^=]*= None", logits) and "logits.stride(1)" not in logits:

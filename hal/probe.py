@@ -18,12 +18,19 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from dsv41.hal.aiter_ops import ENV_AITER_PRODUCTS
 from dsv41.hal.arch import ARCHS, arch_from_torch, runs_on
 from dsv41.hal.device import LIBRARIES, TORCH_INSTALL, Device, Platform, TorchBuild
 from dsv41.hal.host import NOTHING, Host, cpu_device, read_host
 from dsv41.hal.libraries import inspect
 
-ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TRITON_INTERPRET")
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+    ENV_AITER_PRODUCTS,
+)
 """The variables that a platform records."""
 IMPORT_TIMEOUT = 120.0
 """Seconds that a library may take to import."""

@@ -6,7 +6,7 @@ Every segment is written out here, one call a kernel, so that it can be read bes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -167,7 +167,6 @@ class PortableBackend(ReferenceBackend):
 
     def o_proj(self, out: AttnOutput, layer: LayerState, positions: Tensor) -> Tensor:
         spec, prepared = layer.spec, _prepared(layer)
-        assert type(prepared.wo_a) is Matrix
         tokens, groups, width = out.data.shape[0], spec.o_groups, spec.num_heads * spec.head_dim
         quantize = spec.quantize_activations and prepared.wo_a.scale is not None
         codes: Codes | None = (out.data, out.scale) if out.scale is not None else None
@@ -178,16 +177,9 @@ class PortableBackend(ReferenceBackend):
         if quantize and codes is None:
             codes = quantize_mxfp8(heads)
         data, scale = codes if codes is not None else (heads, None)
-        latent = torch.empty(tokens, prepared.wo_a.rows, dtype=out.dtype or out.data.dtype, device=out.data.device)
-        grouped_linear(
-            data.view(tokens, groups, width // groups),
-            None if scale is None else scale.view(tokens, groups, width // groups // GROUP),
-            prepared.wo_a.data,
-            prepared.wo_a.scale,
-            *prepared.wo_a.block,
-            latent,
-        )
-        return self.project_latent(latent, layer)
+        grouped = data.view(tokens, groups, width // groups)
+        scales = None if scale is None else scale.view(tokens, groups, width // groups // GROUP)
+        return self.project_latent(self.project_groups(grouped, scales, layer, out.dtype or out.data.dtype), layer)
 
     # Hooks
 
@@ -234,26 +226,11 @@ class PortableBackend(ReferenceBackend):
     # The segments
 
     def prepare_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
-        spec, weights, prepared, caches = layer.spec, layer.weights, _prepared(layer), layer.caches
-        assert caches is not None
-        hidden, positions = hidden.contiguous(), plan.batch.positions
-        tokens = hidden.shape[0]
-
-        fused = hidden.new_empty(tokens, spec.q_lora_rank + spec.head_dim)
-        self._products(hidden, prepared.down, _codes(hidden, spec, *prepared.down), fused)
-        quantize = spec.quantize_activations and prepared.wq_b.scale is not None
-        qr, qr_codes, qr_scales, kv = norm_inputs(fused, weights.q_norm, weights.kv_norm, spec.eps, quantize)
-        quantised = _Quantised(qr, (qr_codes, qr_scales)) if quantize else None
-        q = self._queries(qr, quantised.codes if quantised is not None else None, layer)
-        self._rotate_insert(q, kv, layer, plan)
-
-        latent = None
-        if spec.owns_compressed:
-            assert caches.compressed is not None
-            latent = self._compress(hidden, layer, plan)
-            slots = plan.compressed_slots[spec.ratio]
-            insert_rows(latent, None, spec.eps, positions, spec.ratio, layer.cos_sin, slots, *flat(caches.compressed))
-        return AttnInputs(hidden, qr, q, kv, positions, latent, quantised)
+        hidden = hidden.contiguous()
+        inputs = self.project_inputs(hidden, layer, plan)
+        if layer.spec.owns_compressed:
+            inputs = replace(inputs, latent=self.insert_compressed(hidden, layer, plan))
+        return inputs
 
     def insert_window(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> None:
         spec, prepared, caches = layer.spec, _prepared(layer), layer.caches
@@ -311,6 +288,43 @@ class PortableBackend(ReferenceBackend):
         # Activations in bf16 take half of what is reserved for float32.
         keys = (spec.window, spec.topk if spec.ratio else 0)
         return _bounded(ATTENTION_BYTES, tokens, workspace_bytes(1, spec.num_heads, *keys, torch.float32))
+
+    def project_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
+        """`prepare_inputs` but for the compressed cache: queries, and the latents that go into the window cache."""
+        spec, weights, prepared = layer.spec, layer.weights, _prepared(layer)
+        quantize = spec.quantize_activations and prepared.wq_b.scale is not None
+        fused = self.project_down(hidden, layer)
+        qr, qr_codes, qr_scales, kv = norm_inputs(fused, weights.q_norm, weights.kv_norm, spec.eps, quantize)
+        quantised = _Quantised(qr, (qr_codes, qr_scales)) if quantize else None
+        q = self._queries(qr, quantised.codes if quantised is not None else None, layer)
+        self._rotate_insert(q, kv, layer, plan)
+        return AttnInputs(hidden, qr, q, kv, plan.batch.positions, extra=quantised)
+
+    def insert_compressed(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
+        """The latent `[T, D]` of the group that each token closes, rotated into the compressed cache. It and
+        `project_inputs` touch nothing of one another's."""
+        spec, caches = layer.spec, layer.caches
+        assert caches is not None and caches.compressed is not None
+        latent = self._compress(hidden, layer, plan)
+        slots, positions = plan.compressed_slots[spec.ratio], plan.batch.positions
+        insert_rows(latent, None, spec.eps, positions, spec.ratio, layer.cos_sin, slots, *flat(caches.compressed))
+        return latent
+
+    def project_down(self, hidden: Tensor, layer: LayerState) -> Tensor:
+        """The products of `hidden` `[T, hidden]` with `wq_a` and `wkv`, side by side: `[T, q_rank + D]`."""
+        spec, prepared = layer.spec, _prepared(layer)
+        fused = hidden.new_empty(hidden.shape[0], spec.q_lora_rank + spec.head_dim)
+        self._products(hidden, prepared.down, _codes(hidden, spec, *prepared.down), fused)
+        return fused
+
+    def project_groups(self, heads: Tensor, scale: Tensor | None, layer: LayerState, dtype: torch.dtype) -> Tensor:
+        """The first product of the output projection: `heads` `[T, groups, in]`, or their MXFP8 codes with `scale`
+        `[T, groups, in / 32]`, each group by its rows of `wo_a`: `[T, out]` in `dtype`."""
+        wo_a = _prepared(layer).wo_a
+        assert type(wo_a) is Matrix  # and not in an order that another backend's product wants
+        latent = torch.empty(len(heads), wo_a.rows, dtype=dtype, device=heads.device)
+        grouped_linear(heads, scale, wo_a.data, wo_a.scale, *wo_a.block, latent)
+        return latent
 
     def project_latent(self, latent: Tensor, layer: LayerState) -> Tensor:
         """The last product of the output projection: `latent` `[T, in]` by `wo_b`, `[T, hidden]`."""

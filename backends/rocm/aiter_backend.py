@@ -18,6 +18,7 @@ from torch import Tensor
 from dsv41.backends.portable.output import empty_codes
 from dsv41.backends.portable.weights import PortableWeights
 from dsv41.backends.reference.layouts import resolve_layouts
+from dsv41.backends.rocm.base import RocmBackend
 from dsv41.backends.rocm.index_scores import ScoresByAiter
 from dsv41.backends.rocm.layouts import check_readable, fp8_keys, mxfp4_keys
 from dsv41.backends.rocm.ragged import Ragged
@@ -57,7 +58,7 @@ class AiterPlan:
     positions: Tensor
 
 
-class AiterBackend(ScoresByAiter):
+class AiterBackend(ScoresByAiter, RocmBackend):
     """Attention by aiter, in bfloat16, of as many heads as there are. On gfx950 over 584-byte records, or plain rows in
     bf16 or fp8 (OCP); on gfx942 over plain fp8 rows in its own dialect, FNUZ, alone.
 

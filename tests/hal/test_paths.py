@@ -16,6 +16,9 @@ from dsv41.hal.select import explain_backends
 from dsv41.probe_cli import probe_report, render
 
 
+MXFP8 = "aiter where activations are rounded to MXFP8 (quantize_activations), portable kernels elsewhere"
+
+
 def aiter_on(name: str, without: str = "", **request: Any) -> Candidate:
     """aiter on a played-back machine, whose build of the library lacks one feature."""
     platform = Platform.load(name)
@@ -30,7 +33,9 @@ def test_on_an_mi355x_every_op_has_its_path() -> None:
     assert aiter_on("mi355x", index_cache_dtype="fp8").paths == {
         "attention": "aiter sparse_mla_fwd",
         "rotation of the output": "that call",
-        "cache writes": "portable kernels",
+        "norms and their MXFP8, cache writes": "portable kernels",
+        "wq_a with wkv, wo_b": MXFP8,
+        "wo_a": MXFP8,
         "index scores": "aiter deepgemm_fp8_paged_mqa_logits in decode steps, portable kernels in others",
     }
 

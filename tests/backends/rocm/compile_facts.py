@@ -13,6 +13,7 @@ from dsv41.backends.portable.index_inputs import index_queries
 from dsv41.backends.portable.insert import insert_rows
 from dsv41.backends.portable.launch import Launch, watching
 from dsv41.backends.portable.scores import index_scores
+from dsv41.backends.rocm.group_quantize import quantize_groups
 from dsv41.backends.rocm.index_scores import query_codes
 from dsv41.backends.rocm.layouts import fp8_keys, mxfp4_keys
 from dsv41.backends.rocm.ragged import pack_ragged
@@ -20,7 +21,7 @@ from dsv41.hal.layout import CacheLayout, PagedCache
 from dsv41.hal.records import Dialect
 
 
-def launches(tokens: int, width: int) -> list[Launch]:
+def launches(tokens: int, width: int, *, fnuz: bool) -> list[Launch]:
     found: list[Launch] = []
 
     def note(launch: Launch) -> bool:
@@ -29,6 +30,7 @@ def launches(tokens: int, width: int) -> list[Launch]:
 
     with watching(note):
         pack_ragged(torch.zeros(tokens, width).long())
+        quantize_groups(torch.zeros(tokens, 5120, dtype=torch.bfloat16), fnuz)
         for dialect in Dialect:
             queries = torch.zeros(tokens, 32, 128, dtype=torch.bfloat16)
             query_codes(queries, queries[..., 0].contiguous(), RowFormat.of(fp8_keys(dialect)).numbers())
@@ -68,7 +70,8 @@ if __name__ == "__main__":
                 name = f"{target} {layout.record.name} {number} {launch.kernel.fn.__name__}"
                 keys[name] = [figures.spill_bytes, figures.shared_bytes, figures.matrix]
     for target in ("gfx942", "gfx950"):
-        for same in zip(launches(16, 512), launches(1, 128), launches(7, 133), strict=True):
+        shapes = ((16, 512), (1, 128), (7, 133))
+        for same in zip(*(launches(*shape, fnuz=target == "gfx942") for shape in shapes), strict=True):
             name = f"{target} {same[0].kernel.fn.__name__} {len(builds)}"
             builds[name] = len({aot.jit_key(launch, target) for launch in same})
             figures, _ = aot.compile_build(aot.specialize(same[0], target))

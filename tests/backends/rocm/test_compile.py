@@ -14,14 +14,13 @@ pytest.importorskip("triton")
 
 
 def test_the_kernels_compile_once_for_each_architecture_and_keep_nothing_in_memory() -> None:
-    """One build serves every number of tokens and columns; that of queries is
-    another for each dialect of their keys."""
+    """One build serves every number of tokens and columns; that of queries is another for each dialect of their keys."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", str(Path(__file__).parent / "compile_facts.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    kernels = ["_pack_rows", "_query_codes", "_query_codes"]
+    kernels = ["_pack_rows", "_quantize_groups", "_query_codes", "_query_codes"]
     names = [f"{target} {kernel}" for target in ("gfx942", "gfx950") for kernel in kernels]
     assert found["spills"] == {f"{name} {number}": 0 for number, name in enumerate(names)}
     assert set(found["builds"].values()) == {1}, found["builds"]
