@@ -15,7 +15,6 @@ from dsv41.hal.report import Candidate
 from dsv41.hal.select import explain_backends
 from dsv41.probe_cli import probe_report, render
 
-
 MXFP8 = "aiter where activations are rounded to MXFP8 (quantize_activations), portable kernels elsewhere"
 
 

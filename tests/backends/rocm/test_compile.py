@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 
 def test_the_kernels_compile_once_for_each_architecture_and_keep_nothing_in_memory() -> None:
-    """One build serves every number of tokens and columns; that of queries is another for each dialect of their keys."""
+    """One build serves every number of tokens and columns; that of queries another a dialect of their keys."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", str(Path(__file__).parent / "compile_facts.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)

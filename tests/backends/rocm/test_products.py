@@ -300,7 +300,7 @@ def test_steps_with_the_librarys_products_give_what_the_reference_gives(dyadic: 
     for each in (Oracle(backend), backend):
         made = stack_of(dyadic, each, [0, 1, 4], quantize_activations=arch == "gfx950")
         quarter_turns(made)
-        session = Session(made, max_requests=2, max_step_tokens=32, page_size=4)
+        session = Session(made, max_requests=2, max_step_tokens=32, page_size=16)
         poison(session)
         hidden = signs(3, 20, WIDE.hidden_size).to(BF16)
         outputs.append([rows for step in two_steps(session, hidden) for rows in step.values()])
@@ -445,7 +445,7 @@ def test_a_captured_step_follows_new_weights(realistic: Path, tmp_path: Path, mo
     hidden, outputs = {0: noise(1, 2, 128).to(BF16)}, []
     for path in (realistic, other):
         stack.update_weights(load_checkpoint(path, dtype=BF16, layers=[0]))
-        eager, captured = (Session(stack, max_requests=1, max_step_tokens=4, page_size=4) for _ in range(2))
+        eager, captured = (Session(stack, max_requests=1, max_step_tokens=4, page_size=16) for _ in range(2))
         captured.capture(2, num_requests=1)
         stack.backend.gemm.calls.clear()  # type: ignore[attr-defined]
         for session in (eager, captured):
