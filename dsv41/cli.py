@@ -253,7 +253,9 @@ def warmup(as_json: bool, **options: Any) -> None:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--only", multiple=True, metavar="CLAUSE", help="A clause id, a contract or a stage; may be repeated.")
 @click.option("--case", metavar="CASE", help="One case of the clauses, as a report gives it.")
-@click.option("--port", type=click.Path(path_type=Path), metavar="FILE", help="What the port does not support, as TOML.")
+@click.option(
+    "--port", type=click.Path(path_type=Path), metavar="FILE", help="What the port does not support, as TOML."
+)
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write a report, as .json or .html.")
 @click.option("--list", "listed", is_flag=True, help="List the clauses and run none.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -39,7 +39,7 @@ Facts = dict[str, tuple[Any, ...]]
 def facts(tree: Any, name: str = "") -> Facts:
     return {
         path: (leaf.dtype, tuple(leaf.shape), leaf.device) if isinstance(leaf, Tensor) else (leaf,)
-        for path, leaf in _leaves(tree, name)
+        for path, leaf in leaves(tree, name)
     }
 
 
@@ -69,7 +69,7 @@ def copy_into(old: Any, new: Any) -> None:
 @torch.no_grad()
 def release(tree: Any) -> None:
     """Let go of the memory of a tree's tensors; the objects stay, empty."""
-    for _, leaf in _leaves(tree, ""):
+    for _, leaf in leaves(tree, ""):
         if isinstance(leaf, Tensor):
             leaf.data = leaf.data.new_empty(0)
 
@@ -82,13 +82,13 @@ def restore(old: Any, new: Any) -> None:
 
 
 def _pairs(old: Any, new: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    sources = dict(_leaves(new, ""))
-    for path, target in _leaves(old, ""):
+    sources = dict(leaves(new, ""))
+    for path, target in leaves(old, ""):
         if isinstance(target, Tensor):
             yield target, sources[path]
 
 
-def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Every leaf with its path, such as "layers.0.attn.wq_a.scale"; a None is no leaf."""
     parts: Mapping[Any, Any]
     if is_dataclass(tree):
@@ -102,4 +102,4 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield name, tree
         return
     for key, value in parts.items():
-        yield from _leaves(value, f"{name}.{key}" if name else str(key))
+        yield from leaves(value, f"{name}.{key}" if name else str(key))

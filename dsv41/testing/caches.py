@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from dsv41.attention import DeepseekV41Attention
 from dsv41.errors import LayoutError
@@ -46,7 +45,9 @@ def layer_caches(layer: DeepseekV41Attention, layouts: CacheLayouts, pages: dict
     def made(gap: bool) -> LayerCaches:
         kinds = ["window"] + (["compressed", "index"] if spec.ratio else [])
         found = {
-            kind: hostile_cache(getattr(layouts, kind), pages["window" if kind == "window" else "compressed"], device, gap=gap)
+            kind: hostile_cache(
+                getattr(layouts, kind), pages["window" if kind == "window" else "compressed"], device, gap=gap
+            )
             for kind in kinds
         }
         state = None
@@ -97,7 +98,9 @@ def _placed(placement: ScalePlacement, tiled: bool = False) -> Callable[[CacheLa
             page_stride=None,
         )
 
-    return lambda layouts: CacheLayouts(*(one(layout) for layout in (layouts.window, layouts.compressed, layouts.index)))
+    return lambda layouts: CacheLayouts(
+        *(one(layout) for layout in (layouts.window, layouts.compressed, layouts.index))
+    )
 
 
 def _in_fnuz(layouts: CacheLayouts) -> CacheLayouts:

@@ -18,7 +18,8 @@ class Case:
 
     `layer` names a role (`scene.ROLES`), `layout` a variant of the backend's layouts (`layouts.py`), `preset` a
     distribution (`presets.py`); `padding` counts padding tokens after the last request; `quantize` rounds activations
-    to MXFP8. The text form names what differs from the defaults: "heads=1,requests=7+1/0+3".
+    to MXFP8; `sinks` are the weights' own, or "mixed": large ones and, of some heads, none (-inf); `first_seen` is the
+    first position whose window row any token may see, as a prefix hit sets it. The text form names what differs from the defaults: "heads=1,requests=7+1/0+3".
     """
 
     heads: int = 2
@@ -31,6 +32,8 @@ class Case:
     dtype: str = "bfloat16"
     preset: str = "normal"
     quantize: bool = False
+    sinks: str = "own"
+    first_seen: int = 0
 
     def __str__(self) -> str:
         default = Case()
@@ -65,6 +68,8 @@ class Case:
             yield replace(self, heads=self.heads // 2)
         if self.quantize:
             yield replace(self, quantize=False)
+        if self.first_seen:
+            yield replace(self, first_seen=0)
         if self.preset != "normal":
             yield replace(self, preset="normal")
 

@@ -127,7 +127,9 @@ def _render_result(console: Console, result: Result) -> None:
         if result.expected:
             console.print(f"  expected to fail: {escape(result.expected)}", soft_wrap=True)
         console.print(f"  found: {escape(failure.message)}", soft_wrap=True)
-        console.print(f"  smallest case: {escape(failure.case or 'the default one')}, seed {failure.seed}", soft_wrap=True)
+        console.print(
+            f"  smallest case: {escape(failure.case or 'the default one')}, seed {failure.seed}", soft_wrap=True
+        )
         console.print(f"  again: {escape(failure.command)}", soft_wrap=True)
     if result.outcome is Outcome.FIXED:
         console.print(f"{result.id} passes, and the port expects a failure ({result.expected}): take it out")

@@ -77,7 +77,9 @@ def names_resolve(subject: Subject, case: Case) -> None:
                 found in names and found != "auto" and (what == "index" or found not in UNSPECIFIC_KV_CACHE_DTYPES),
                 f"{what} cache dtype {name!r} becomes {found!r}: expected a specific name of {', '.join(names)}",
             )
-            expect(name != "no-such-format", f"{what} cache dtype {name!r} is taken, as {found!r}: expected LayoutError")
+            expect(
+                name != "no-such-format", f"{what} cache dtype {name!r} is taken, as {found!r}: expected LayoutError"
+            )
             expect(
                 isinstance(backend.layouts, CacheLayouts), f"layouts is {backend.layouts!r:.80}: expected CacheLayouts"
             )
@@ -97,7 +99,8 @@ def names_are_stable(subject: Subject, case: Case) -> None:
         for index in subject.index_cache_dtypes:
             again = backend.resolve_layouts(kv, index)
             expect(
-                again[:2] == (kv, index), f"resolve_layouts({kv!r}, {index!r}) names {again[:2]}: expected what was asked"
+                again[:2] == (kv, index),
+                f"resolve_layouts({kv!r}, {index!r}) names {again[:2]}: expected what was asked",
             )
         same = backend.resolve_layouts(backend.kv_cache_dtype, backend.index_cache_dtype)[2]
         expect(same == backend.layouts, f"resolve_layouts({kv!r}) gives other layouts than the backend was made with")
@@ -154,7 +157,8 @@ def properties(subject: Subject, case: Case) -> None:
         expect(type(value) is bool, f"{flag} is {value!r}: expected True or False")
     overlap = backend.max_tokens_for_overlap
     expect(
-        type(overlap) is int and overlap >= 0, f"max_tokens_for_overlap is {overlap!r}: expected a whole number, 0 = never"
+        type(overlap) is int and overlap >= 0,
+        f"max_tokens_for_overlap is {overlap!r}: expected a whole number, 0 = never",
     )
     packed = backend.packed_kv_cache_dtype
     expect(
@@ -182,4 +186,6 @@ def agrees_with_its_spec(subject: Subject, case: Case) -> None:
         (spec.index_cache_dtypes, subject.index_cache_dtypes),
     ):
         extra = [name for name in taken if name not in told]
-        expect(not extra, f"it takes {', '.join(extra)}, which its BackendSpec does not name: expected all of them there")
+        expect(
+            not extra, f"it takes {', '.join(extra)}, which its BackendSpec does not name: expected all of them there"
+        )

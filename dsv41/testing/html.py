@@ -18,6 +18,8 @@ def as_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    sections = [(contract, list(part)) for contract, part in groupby(report.results, key=lambda result: result.contract)]
+    sections = [
+        (contract, list(part)) for contract, part in groupby(report.results, key=lambda result: result.contract)
+    ]
     page: str = environment.get_template("report.html.jinja").render(report=report, sections=sections)
     return page

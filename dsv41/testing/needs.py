@@ -21,7 +21,7 @@ DRAFT_BLOCKS = "draft_blocks"
 LARGE_MEMORY = "large_memory"
 QUANTISED_ACTIVATIONS = "quantised_activations"
 
-_LARGE = 8 << 30
+_LARGE = 12 << 30
 
 
 def _graph_capture(subject: Subject) -> str | None:
@@ -83,7 +83,7 @@ CAPABILITIES: dict[str, tuple[str, Callable[[Subject], str | None]]] = {
     WINDOW_REPLAY: ("declares `replays_window`", _window_replay),
     DRAFT_BLOCKS: ("serves the draft phase", _draft_blocks),
     QUANTISED_ACTIVATIONS: ("rounds the inputs of fp8 projections to MXFP8 where a layer asks for it", _nothing),
-    LARGE_MEMORY: ("the device has 8 GiB of memory free", _large_memory),
+    LARGE_MEMORY: ("the device has 12 GiB of memory free", _large_memory),
 }
 """What each means, and what finds out: None where it is there, or the reason why it is not."""
 

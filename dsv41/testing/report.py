@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +112,9 @@ class Report:
         if not wrong:
             return None
         clauses = [result.id for result in self.failures if result.stage == wrong[0]]
-        later = f" The stages behind it ({', '.join(wrong[1:])}) may be wrong for that reason alone." if wrong[1:] else ""
+        later = (
+            f" The stages behind it ({', '.join(wrong[1:])}) may be wrong for that reason alone." if wrong[1:] else ""
+        )
         return (
             f"{wrong[0]} of {self.backend} is wrong (clauses {', '.join(clauses)}).{later} Report it to the author of "
             f"{self.declared['class']} with the file that --report writes, which holds the commands that show it again, "

@@ -80,7 +80,13 @@ def check_clause(
     elif reason := missing(subject, clause.needs):
         result.skips.append(reason)
     else:
-        _run(subject, clause, [case] if case else clause.cases(subject, full), result, shrink=case is None and clause.sized)
+        _run(
+            subject,
+            clause,
+            [case] if case else clause.cases(subject, full),
+            result,
+            shrink=case is None and clause.sized,
+        )
         _expect(result, port)
     result.seconds = time.perf_counter() - start
     return result

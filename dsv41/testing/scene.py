@@ -23,11 +23,19 @@ from dsv41.testing.subject import DTYPES, Subject
 
 @dataclass
 class Side:
-    """A backend, its layer bound to caches of its own, and its plan of the step."""
+    """A backend, a layer on it, caches for the layer and the plan of the step. Scenes share layers, so a side binds its
+    own caches whenever its layer is used."""
 
     backend: AttentionBackend
-    layer: DeepseekV41Attention
+    shared_layer: DeepseekV41Attention
+    caches: LayerCaches
     plan: StepPlan
+
+    @property
+    def layer(self) -> DeepseekV41Attention:
+        """The layer, over the caches of this side."""
+        self.shared_layer.bind(self.caches)
+        return self.shared_layer
 
     @property
     def state(self) -> LayerState:
@@ -35,22 +43,17 @@ class Side:
 
     @property
     def spec(self) -> LayerSpec:
-        return self.layer.spec
-
-    @property
-    def caches(self) -> LayerCaches:
-        assert self.layer.state.caches is not None
-        return self.layer.state.caches
+        return self.shared_layer.spec
 
 
 class Scene:
     """A case made real. `mine` is the side under check, `truth` the reference's, in the same records.
 
     What requests hold before the step was written by the reference, or, with `drawn`, are rows of the preset in every
-    slot that a token may see. Nothing of the step has run.
+    slot that a token may see. Nothing of the step has run. `totals` is for steps of longer requests.
     """
 
-    def __init__(self, subject: Subject, case: Case, *, drawn: bool = False) -> None:
+    def __init__(self, subject: Subject, case: Case, *, drawn: bool = False, totals: list[int] | None = None) -> None:
         self.subject, self.case = subject, case
         self.device = subject.device
         backend = subject.backend(case.kv, case.index)
@@ -58,16 +61,18 @@ class Scene:
         self.layouts = _layouts(subject, backend, layer, case)
         reference = subject.reference(self.layouts)
         self.config = subject.config(case.heads)
-        self.totals = [held + new for held, new in case.requests]
-        self.batch = self._batch(case.requests, case.padding, causal=case.layer != "draft")
+        self.totals = totals or [held + new for held, new in case.requests]
+        """Tokens that each request will hold at last, which its pages and hidden states go by."""
+        self.batch = self.batch_of(case.requests, case.padding, causal=case.layer != "draft")
         truth = subject.layer(reference, case)
-        caches = layer_caches(truth, self.layouts, self._pages, max(1, len(case.requests)))
-        layer_caches(layer, self.layouts, self._pages, max(1, len(case.requests)))
-        self.truth = Side(reference, truth, reference.plan(self.batch, [truth.spec]))
-        self.mine = Side(backend, layer, backend.plan(self.batch, [layer.spec]))
+        slots = max(1, len(case.requests))
+        caches = layer_caches(truth, self.layouts, self._pages, slots)
+        self.truth = Side(reference, truth, caches, reference.plan(self.batch, [truth.spec]))
+        caches = layer_caches(layer, self.layouts, self._pages, slots)
+        self.mine = Side(backend, layer, caches, backend.plan(self.batch, [layer.spec]))
         self.published: Selection | None = None
         if drawn:
-            self._draw_rows(caches)
+            self._draw_rows(self.truth.caches)
         else:
             self._run_history()
         copy_bytes(self.mine.caches, self.truth.caches)
@@ -124,7 +129,8 @@ class Scene:
             "compressed": sum(-(-total // self.layouts.compressed.page_size) for total in self.totals) + 1,
         }
 
-    def _batch(self, requests: Requests, padding: int = 0, *, causal: bool = True) -> ForwardBatch:
+    def batch_of(self, requests: Requests, padding: int = 0, *, causal: bool = True) -> ForwardBatch:
+        """A step of other tokens of the same requests, over the same pages."""
         tables = {}
         for pool in (0, 1, 2):
             rows = [total // max(pool, 1) for total in self.totals]
@@ -138,6 +144,7 @@ class Scene:
             window_page_size=self.layouts.window.page_size,
             compressed_pages={ratio: tables[ratio] for ratio in (1, 2) if self._ratio in (0, ratio)},
             compressed_page_size=dict.fromkeys((1, 2), self.layouts.compressed.page_size),
+            window_starts=[min(self.case.first_seen, held + new) for held, new in requests],
             num_tokens=sum(lens) + padding,
             device=self.device,
             causal=causal,
@@ -161,7 +168,7 @@ class Scene:
 
     def _draw_rows(self, caches: LayerCaches) -> None:
         everything = tuple((0, total) for total in self.totals)
-        plan = self.truth.backend.plan(self._batch(everything), [self.truth.spec])
+        plan = self.truth.backend.plan(self.batch_of(everything), [self.truth.spec])
         # What no token of the step can see stays unwritten.
         first = torch.tensor([held - self.truth.spec.window for held, _ in self.case.requests], device=self.device)
         if self.batch.causal:
@@ -175,16 +182,13 @@ class Scene:
     def _run_history(self) -> None:
         """By the reference: the tokens held before, and in the layers before this one the step's tokens too."""
         held = tuple((0, held) for held, _ in self.case.requests)
-        batch, hidden = self._batch(held), self.hidden(self.case.requests, first=True)
+        batch, hidden = self.batch_of(held), self.hidden(self.case.requests, first=True)
         source = None
         if not self.truth.spec.owns_compressed and self.truth.spec.ratio:
             name = "source" if self.truth.spec.ratio == 1 else "source2"
             source = self.subject.layer(self.truth.backend, self.case, role=name)
-            layer_caches(source, self.layouts, self._pages, max(1, len(self.case.requests)))
-            assert source.state.caches is not None
-            self.truth.layer.bind(
-                replace(self.truth.caches, compressed=source.state.caches.compressed, index=source.state.caches.index)
-            )
+            caches = layer_caches(source, self.layouts, self._pages, max(1, len(self.case.requests)))
+            self.truth.caches = replace(self.truth.caches, compressed=caches.compressed, index=caches.index)
         for layer in filter(None, (source, self.truth.layer)):
             plan = self.truth.backend.plan(batch, [layer.spec])
             if not layer.spec.causal:

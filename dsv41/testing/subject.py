@@ -15,7 +15,7 @@ import torch
 from dsv41.attention import DeepseekV41Attention
 from dsv41.checkpoint import Checkpoint, load_checkpoint
 from dsv41.config import DeepseekV41Config
-from dsv41.errors import BackendError, Dsv41Error, LayoutError
+from dsv41.errors import BackendError, LayoutError
 from dsv41.hal import registry
 from dsv41.hal.backend import AttentionBackend
 from dsv41.hal.layout import CacheLayouts
@@ -64,6 +64,8 @@ class Subject:
         self._layers: dict[Any, DeepseekV41Attention] = {}
         self.answers: dict[str, str | None] = {}
         """What `needs.py` found out, by capability."""
+        self.kept: dict[Any, Any] = {}
+        """What clauses made and others look at again."""
         self._folder = tempfile.TemporaryDirectory(prefix="dsv41-check-")
 
     @staticmethod
@@ -133,6 +135,11 @@ class Subject:
         """2, or the fewest that it takes above."""
         return next((heads for heads in self.head_counts if heads >= 2), 1)
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter."""
+        return os.environ.get(_INTERPRETER) == "1"
+
     # What is run on it
 
     def config(self, heads: int) -> DeepseekV41Config:
@@ -158,14 +165,17 @@ class Subject:
         Raises Inapplicable for heads that the backend refuses.
         """
         number = ROLES[role or case.layer]
-        key = (id(backend), number, case.heads, case.dtype, case.quantize, seed)
+        key = (id(backend), number, case.heads, case.dtype, case.quantize, case.sinks, seed)
         if key not in self._layers:
             if self.padded(case.heads) is None:
                 raise Inapplicable(f"it refuses {case.heads} heads")
             checkpoint = self.checkpoint(case.heads, case.dtype, seed)
             spec = replace(checkpoint.specs[number], quantize_activations=case.quantize)
             table = cos_sin_table(checkpoint.config, spec.ratio, 4096, self.device)
-            self._layers[key] = DeepseekV41Attention(spec, checkpoint.weights[number], backend, table)
+            weights = checkpoint.weights[number]
+            if case.sinks == "mixed":
+                weights = replace(weights, attn_sink=_mixed_sinks(weights.attn_sink))
+            self._layers[key] = DeepseekV41Attention(spec, weights, backend, table)
         return self._layers[key]
 
     def reference(self, layouts: CacheLayouts) -> AttentionBackend:
@@ -176,6 +186,12 @@ class Subject:
             self._backends[key] = registry.load(spec)(device=self.device)
             self._backends[key].layouts = layouts
         return self._backends[key]
+
+
+def _mixed_sinks(sinks: torch.Tensor) -> torch.Tensor:
+    """Of which each head's differs from its neighbours' by far, and every third head has none."""
+    heads = torch.arange(len(sinks), device=sinks.device)
+    return torch.where(heads % 3 == 1, -torch.inf, 3.0 * (heads % 2) + 1.0).to(sinks.dtype)
 
 
 def _of_name(name: str | None, device: str | None, **options: Any) -> Subject:
