@@ -17,31 +17,14 @@ from dsv41.stack import AttentionStack
 from dsv41.testing import presets
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Violation, expect
+from dsv41.testing.geometry import DTYPES
 from dsv41.testing.scene import Scene
-from dsv41.testing.subject import DTYPES, Subject
+from dsv41.testing.subject import Subject
 
-_WAITS = frozenset(
-    [
-        "item",
-        "tolist",
-        "numpy",
-        "cpu",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__contains__",
-        "is_nonzero",
-        "nonzero",
-        "argwhere",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "equal",
-        "allclose",
-        "bincount",
-    ]
-)
+_WAITS = {
+    *("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero"),
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "bincount"),
+}
 """What torch's functions are called whose result, or its shape, the host has to wait for."""
 
 

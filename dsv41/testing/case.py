@@ -16,10 +16,11 @@ Requests = tuple[tuple[int, int], ...]
 class Case:
     """What a clause is checked on. Clauses use of it what concerns them.
 
-    `layer` names a role (`scene.ROLES`), `layout` a variant of the backend's layouts (`layouts.py`), `preset` a
-    distribution (`presets.py`); `padding` counts padding tokens after the last request; `quantize` rounds activations
-    to MXFP8; `sinks` are the weights' own, or "mixed": large ones and, of some heads, none (-inf); `first_seen` is the
-    first position whose window row any token may see, as a prefix hit sets it. The text form names what differs from the defaults: "heads=1,requests=7+1/0+3".
+    `layer` names a role (`geometry.ROLES`), `layout` a variant of the backend's layouts (`caches.VARIANTS`), `preset` a
+    distribution (`presets.py`). `padding` counts padding tokens after the last request. `quantize` rounds activations
+    to MXFP8. `sinks` are the weights' own, or "mixed": large ones and, of some heads, none (-inf). `first_seen` is the
+    first position whose window row any token may see, as a prefix hit sets it. The text form names what differs from
+    the defaults: "heads=1,requests=7+1/0+3".
     """
 
     heads: int = 2

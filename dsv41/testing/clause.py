@@ -49,7 +49,8 @@ class Clause:
     `sentence` what must hold. `check` raises Violation where it does not, Inapplicable where the case does not apply;
     whatever else it raises counts as a violation too. `needs` are capabilities (`needs.py`) without which the clause is
     skipped. `stage` is that of a layer's stages which fails where this clause does, None for none in particular.
-    `full_only` clauses do not run in quick form. One that is not `sized` looks at no step, so a smaller case says no more.
+    `full_only` clauses do not run in quick form. One that is not `sized` looks at no step, so a smaller case says no
+    more.
     """
 
     id: str

@@ -109,7 +109,7 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(
         "P1",
         PREPARE_INPUTS,
-        "The window rows of the step are the reference's to the record's precision; no other byte of the cache changes.",
+        "The step's window rows are the reference's to the record's precision; no other byte of the cache changes.",
         segments.window_rows,
         cases.prepared,
         stage=CACHE_STAGE,
@@ -117,7 +117,7 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(
         "P2",
         PREPARE_INPUTS,
-        "A compressed row is written where a group closes, rotated at the group's first token, across steps; no other is.",
+        "A compressed row is written where a group closes, also across steps, rotated at the group's first token.",
         segments.compressed_rows,
         cases.compressing,
         stage=CACHE_STAGE,
@@ -174,7 +174,7 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(
         "S4",
         SELECT,
-        "The candidate blocks are those of the highest best scores within the budget, the newest visible one always among them.",
+        "The candidate blocks are those of the highest best scores; the newest visible one is always among them.",
         segments.candidates,
         cases.publishing,
         stage=SELECTION_STAGE,
@@ -305,7 +305,7 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(
         "O1",
         O_PROJ,
-        "The output is rotated back once, then goes through `wo_a` by groups and `wo_b`; what padded heads hold is not read.",
+        "Outputs are rotated back once, then go through `wo_a` by groups and `wo_b`; padded heads are not read.",
         segments.project,
         cases.projecting,
         stage=PROJECTION_STAGE,

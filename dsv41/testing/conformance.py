@@ -15,8 +15,8 @@ from dsv41.testing.subject import Factory, Subject
 class BackendConformance:
     """Every clause as a test of a backend: `class TestMine(BackendConformance): backend = "mine"`.
 
-    `backend` is a registered name, or a class that need not be registered; `device` where it runs (None = the first GPU,
-    else the CPU; a class runs on the CPU); `port_file` the port's own file of what it does not support and where it is
+    `backend` is a registered name, or a class that need not be registered; `device` where it runs (None = the first
+    GPU, else the CPU; of a class, the CPU); `port_file` the port's own file of what it does not support and where it is
     known to fail; `geometry` the models that it is checked on (None = the first that it takes); `full` runs the long
     form. These names, and `test_clause`, are public API.
     """

@@ -54,8 +54,8 @@ def padded_heads(subject: Subject, case: Case) -> None:
 def released_heads(subject: Subject, case: Case) -> None:
     expect(
         any(subject.padded(heads) is not None for heads in _RELEASED_HEADS),
-        f"it refuses {', '.join(map(str, _RELEASED_HEADS))} heads: expected one of these, which the release has on 1 to "
-        "8 ranks",
+        f"it refuses {', '.join(map(str, _RELEASED_HEADS))} heads: expected one of these, which the release has on 1 "
+        "to 8 ranks",
     )
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from math import gcd
+from pathlib import Path
 
+import torch
+
+from dsv41.checkpoint import Checkpoint, load_checkpoint
 from dsv41.config import DeepseekV41Config, YarnScaling
+from dsv41.synthetic import make_checkpoint
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 WINDOW_ONLY, SOURCE_2, INDEXER_2, SOURCE, READER, CONSUMER, DRAFT = 0, 1, 2, 3, 4, 5, 6
 ROLES = {
@@ -16,8 +25,8 @@ ROLES = {
     "consumer": CONSUMER,
     "draft": DRAFT,
 }
-"""Layer ids by role: window rows alone; a KV source of ratio 2; an index source on its keys; a KV source of ratio 1 that
-publishes candidates; an index source that is restricted to them; a layer that takes over a selection of ratio 1; a
+"""Layer ids by role: window rows alone; a KV source of ratio 2; an index source on its keys; a KV source of ratio 1
+that publishes candidates; an index source that is restricted to them; a layer that takes over a selection of ratio 1; a
 draft layer."""
 
 
@@ -59,3 +68,11 @@ def _config(
         max_position_embeddings=65536,
         num_nextn_predict_layers=1,
     )
+
+
+@cache
+def checkpoint(geometry: str, heads: int, dtype: str, seed: int, device: torch.device) -> Checkpoint:
+    """All layers of a model, with weights in fp8 of the statistics of real ones. Nobody may change them."""
+    with tempfile.TemporaryDirectory(prefix="dsv41-check-") as folder:
+        path = make_checkpoint(Path(folder) / "model", config=GEOMETRIES[geometry](heads), seed=seed)
+        return load_checkpoint(path, device=device, dtype=DTYPES[dtype], layers=sorted(ROLES.values()))

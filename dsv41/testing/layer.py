@@ -11,9 +11,10 @@ from dsv41.errors import Dsv41Error
 from dsv41.hal.types import AttnInputs, BlockTable, LayerState, Selection, StepPlan
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Violation, expect
+from dsv41.testing.geometry import DTYPES
 from dsv41.testing.runs import Bytes
 from dsv41.testing.scene import Scene, Side
-from dsv41.testing.subject import DTYPES, Subject
+from dsv41.testing.subject import Subject
 from dsv41.testing.tolerances import MXFP8_STEP, norm_error, own_rows, quantised
 
 

@@ -14,9 +14,10 @@ from dsv41.hal.types import AttnInputs, AttnOutput, Selection
 from dsv41.testing.caches import copy_bytes
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Violation, expect
+from dsv41.testing.geometry import DTYPES
 from dsv41.testing.outputs import heads_of, is_documented, poison
 from dsv41.testing.scene import Scene, Side
-from dsv41.testing.subject import DTYPES, Subject
+from dsv41.testing.subject import Subject
 from dsv41.testing.tolerances import MXFP8_STEP, same_bytes
 
 

@@ -9,7 +9,7 @@ PRESETS = {
     "normal": "standard normal numbers",
     "outliers": "one channel in 32 is 16 to 64 times as large, always the same ones",
     "extremes": "rows of sizes from 2**-12 to 2**8, and within a row groups of 16 from 2**-6 to 1; some rows are zero",
-    "ties": "rows are one of three, or the negative of one, so that index scores tie and half of them are cut by a ReLU",
+    "ties": "rows are one of three, or the negative of one, so that scores tie and half of them are cut by a ReLU",
 }
 
 

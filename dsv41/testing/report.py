@@ -117,7 +117,7 @@ class Report:
         )
         return (
             f"{wrong[0]} of {self.backend} is wrong (clauses {', '.join(clauses)}).{later} Report it to the author of "
-            f"{self.declared['class']} with the file that --report writes, which holds the commands that show it again, "
+            f"{self.declared['class']} with the file that --report writes, which has the commands that show it again, "
             "and use another backend until then."
         )
 

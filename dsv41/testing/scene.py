@@ -17,8 +17,8 @@ from dsv41.testing import presets
 from dsv41.testing.caches import VARIANTS, copy_bytes, layer_caches
 from dsv41.testing.case import Case, Requests
 from dsv41.testing.clause import Inapplicable
-from dsv41.testing.geometry import ROLES
-from dsv41.testing.subject import DTYPES, Subject
+from dsv41.testing.geometry import DTYPES, ROLES
+from dsv41.testing.subject import Subject
 
 
 @dataclass

@@ -10,10 +10,11 @@ from dsv41.hal.layout import PagedCache
 from dsv41.hal.records import unpack
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Inapplicable, Violation, expect
+from dsv41.testing.geometry import DTYPES
 from dsv41.testing.outputs import heads_of, is_documented, with_heads
 from dsv41.testing.runs import Bytes, Run
 from dsv41.testing.scene import Scene
-from dsv41.testing.subject import DTYPES, Subject
+from dsv41.testing.subject import Subject
 from dsv41.testing.tolerances import (
     MXFP8_STEP,
     norm_error,

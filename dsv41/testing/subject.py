@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsv41.attention import DeepseekV41Attention
-from dsv41.checkpoint import Checkpoint, load_checkpoint
+from dsv41.checkpoint import Checkpoint
 from dsv41.config import DeepseekV41Config
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal import registry
@@ -23,15 +21,13 @@ from dsv41.hal.probe import probe
 from dsv41.hal.request import INDEX_CACHE_DTYPES, KV_CACHE_DTYPES
 from dsv41.hal.select import explain_backends, select_backend
 from dsv41.rope import cos_sin_table
-from dsv41.synthetic import make_checkpoint
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Inapplicable
-from dsv41.testing.geometry import GEOMETRIES, ROLES
+from dsv41.testing.geometry import GEOMETRIES, ROLES, checkpoint
 
 Factory = Callable[..., AttentionBackend]
 """Takes `device`, `kv_cache_dtype`, `index_cache_dtype` and `facts`, as a backend's class does."""
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _INTERPRETER = "TRITON_INTERPRET"
 
 
@@ -60,13 +56,11 @@ class Subject:
         self.unsupported, self.notes = dict(unsupported or {}), notes
         self._make, self._facts = make, facts
         self._backends: dict[Any, AttentionBackend] = {}
-        self._checkpoints: dict[tuple[int, str, int], Checkpoint] = {}
         self._layers: dict[Any, DeepseekV41Attention] = {}
         self.answers: dict[str, str | None] = {}
         """What `needs.py` found out, by capability."""
         self.kept: dict[Any, Any] = {}
         """What clauses made and others look at again."""
-        self._folder = tempfile.TemporaryDirectory(prefix="dsv41-check-")
 
     @staticmethod
     def of(target: str | Factory | None, device: str | None = None, **options: Any) -> Subject:
@@ -147,15 +141,7 @@ class Subject:
 
     def checkpoint(self, heads: int, dtype: str, seed: int = 0) -> Checkpoint:
         """Weights of the statistics of real ones, in fp8."""
-        key = (heads, dtype, seed)
-        if key not in self._checkpoints:
-            path = Path(self._folder.name) / f"{heads}-{seed}"
-            if not path.exists():
-                make_checkpoint(path, config=self.config(heads), seed=seed)
-            self._checkpoints[key] = load_checkpoint(
-                path, device=self.device, dtype=DTYPES[dtype], layers=sorted(ROLES.values())
-            )
-        return self._checkpoints[key]
+        return checkpoint(self.geometry, heads, dtype, seed, self.device)
 
     def layer(
         self, backend: AttentionBackend, case: Case, role: str | None = None, seed: int = 0
@@ -169,10 +155,10 @@ class Subject:
         if key not in self._layers:
             if self.padded(case.heads) is None:
                 raise Inapplicable(f"it refuses {case.heads} heads")
-            checkpoint = self.checkpoint(case.heads, case.dtype, seed)
-            spec = replace(checkpoint.specs[number], quantize_activations=case.quantize)
-            table = cos_sin_table(checkpoint.config, spec.ratio, 4096, self.device)
-            weights = checkpoint.weights[number]
+            loaded = self.checkpoint(case.heads, case.dtype, seed)
+            spec = replace(loaded.specs[number], quantize_activations=case.quantize)
+            table = cos_sin_table(loaded.config, spec.ratio, 4096, self.device)
+            weights = loaded.weights[number]
             if case.sinks == "mixed":
                 weights = replace(weights, attn_sink=_mixed_sinks(weights.attn_sink))
             self._layers[key] = DeepseekV41Attention(spec, weights, backend, table)
