@@ -1,6 +1,6 @@
 """Every clause, in the order in which they are checked: the one list that tests, command line and docs are made from.
 
-Write the table in the docs anew with `python -m dsv41.testing.clauses docs/conformance.md`.
+The tables in docs/conformance.md are made of it: `python -m dsv41.testing.docs docs/conformance.md`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dsv41.testing.subject import Subject
 Progress = Callable[[str, int, int], None]
 
 _SHRINKS = 24
-_SHRINK_SECONDS = 30.0
+_SHRINK_SECONDS = 10.0
 
 
 def check_backend(

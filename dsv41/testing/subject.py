@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from dsv41.hal.layout import CacheLayouts
 from dsv41.hal.probe import probe
 from dsv41.hal.request import INDEX_CACHE_DTYPES, KV_CACHE_DTYPES
 from dsv41.hal.select import explain_backends, select_backend
+from dsv41.hal.types import LayerWeights
 from dsv41.rope import cos_sin_table
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Inapplicable
@@ -143,6 +144,13 @@ class Subject:
         """Weights of the statistics of real ones, in fp8."""
         return checkpoint(self.geometry, heads, dtype, seed, self.device)
 
+    def weights(self, case: Case, seed: int = 0) -> LayerWeights:
+        """Those of a case's layer, as in the checkpoint. A layer gets a copy, in case its backend spoils it."""
+        found = self.checkpoint(case.heads, case.dtype, seed).weights[ROLES[case.layer]]
+        if case.sinks == "mixed":
+            found = replace(found, attn_sink=_mixed_sinks(found.attn_sink))
+        return found
+
     def layer(
         self, backend: AttentionBackend, case: Case, role: str | None = None, seed: int = 0
     ) -> DeepseekV41Attention:
@@ -158,9 +166,7 @@ class Subject:
             loaded = self.checkpoint(case.heads, case.dtype, seed)
             spec = replace(loaded.specs[number], quantize_activations=case.quantize)
             table = cos_sin_table(loaded.config, spec.ratio, 4096, self.device)
-            weights = loaded.weights[number]
-            if case.sinks == "mixed":
-                weights = replace(weights, attn_sink=_mixed_sinks(weights.attn_sink))
+            weights = copied(self.weights(replace(case, layer=role or case.layer), seed))
             self._layers[key] = DeepseekV41Attention(spec, weights, backend, table)
         return self._layers[key]
 
@@ -172,6 +178,15 @@ class Subject:
             self._backends[key] = registry.load(spec)(device=self.device)
             self._backends[key].layouts = layouts
         return self._backends[key]
+
+
+def copied(tree: Any) -> Any:
+    """Weights in memory of their own."""
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return replace(tree, **{part.name: copied(getattr(tree, part.name)) for part in fields(tree)})
+    return tree
 
 
 def _mixed_sinks(sinks: torch.Tensor) -> torch.Tensor:

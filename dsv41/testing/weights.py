@@ -8,25 +8,23 @@ import torch
 
 from dsv41.attention import DeepseekV41Attention
 from dsv41.errors import BackendError
-from dsv41.hal.types import LayerWeights
 from dsv41.hal.weights import check, facts, leaves, prepare
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Violation, expect
-from dsv41.testing.geometry import ROLES
-from dsv41.testing.layer import hold_layer
+from dsv41.testing.layer import run_layer
 from dsv41.testing.scene import Scene
-from dsv41.testing.subject import Subject
+from dsv41.testing.subject import Subject, copied
 
 
 def pure(subject: Subject, case: Case) -> None:
     """`prepare_weights` leaves the weights as they are and makes the same of them each time."""
-    layer = _fresh(subject, case)
-    state = layer.state
-    before = _copy(state.weights)
-    first, second = (subject.fresh(case.kv, case.index).prepare_weights(state) for _ in range(2))
-    _hold_equal(before, state.weights, "prepare_weights has changed the weights that it was given")
-    _hold_equal(first, second, "prepare_weights makes something else of the same weights the second time")
-    _hold_equal(state.prepared, first, "prepare_weights of another instance makes something else of the same weights")
+    shared = subject.layer(subject.backend(case.kv, case.index), case)
+    state = replace(shared.state, weights=copied(subject.weights(case)), prepared=None, prepared_by=None)
+    made = []
+    for _ in range(2):
+        made.append(subject.fresh(case.kv, case.index).prepare_weights(state))
+        _hold_equal(subject.weights(case), state.weights, "prepare_weights has changed the weights that it was given")
+    _hold_equal(*made, "prepare_weights makes something else of the same weights the second time")
 
 
 def same_form(subject: Subject, case: Case) -> None:
@@ -54,35 +52,22 @@ def update(subject: Subject, case: Case) -> None:
     """New weights, copied into the memory of the old: what a new layer gives, by tensors that stay where they are."""
     layer = _fresh(subject, case)
     where = _addresses(layer)
-    new = subject.checkpoint(case.heads, case.dtype, seed=1).weights[ROLES[case.layer]]
-    layer.take(new)()
+    layer.take(copied(subject.weights(case, seed=1)))()
     expect(_addresses(layer) == where, "an update moved weights to other memory: a captured graph would not see them")
+    found, expected = (_output(subject, case, one) for one in (layer, _fresh(subject, case, seed=1)))
+    expect(torch.equal(found, expected), "a layer with updated weights gives other bits than a new layer with them")
+
+
+def _output(subject: Subject, case: Case, layer: DeepseekV41Attention) -> torch.Tensor:
     scene = Scene(subject, case)
     scene.mine.shared_layer = layer
-    scene.truth.shared_layer = subject.layer(scene.truth.backend, case, seed=1)
-    hold_layer(scene)
+    return run_layer(scene, scene.mine)
 
 
 def _fresh(subject: Subject, case: Case, seed: int = 0) -> DeepseekV41Attention:
-    """A layer of its own, whose weights no one else has."""
-    shared = subject.layer(subject.backend(case.kv, case.index), case, seed=seed)
-    spec = replace(shared.spec, padded_heads=shared.spec.num_heads)
-    return DeepseekV41Attention(spec, _copy(shared.state.weights), shared.backend, shared.state.cos_sin)
-
-
-def _copy(weights: LayerWeights) -> LayerWeights:
-    """The same weights in memory of their own."""
-
-    def fresh(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return value.clone()
-        if hasattr(value, "__dataclass_fields__"):
-            return replace(value, **{name: fresh(getattr(value, name)) for name in value.__dataclass_fields__})  # type: ignore[type-var]
-        return value
-
-    copied = fresh(weights)
-    assert isinstance(copied, LayerWeights)
-    return copied
+    """A layer that no one else has."""
+    shared = subject.layer(subject.backend(case.kv, case.index), case)
+    return DeepseekV41Attention(shared.spec, copied(subject.weights(case, seed)), shared.backend, shared.state.cos_sin)
 
 
 def _addresses(layer: DeepseekV41Attention) -> list[int]:
