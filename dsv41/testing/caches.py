@@ -53,7 +53,7 @@ def layer_caches(layer: DeepseekV41Attention, layouts: CacheLayouts, pages: dict
         state = None
         if layer.keeps_state:
             state = torch.full((slots, RING, 2, spec.head_dim), torch.nan, device=device)
-        return LayerCaches(**found, compressor_state=state)  # type: ignore[arg-type]
+        return LayerCaches(**found, compressor_state=state)
 
     try:
         caches = made(gap=True)

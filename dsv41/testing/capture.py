@@ -89,7 +89,8 @@ def _waits(subject: Subject, case: Case) -> list[str]:
     batch, host = _apart(scene.batch)
     mine, published, hidden = scene.mine, scene.published, scene.step_hidden
     state = mine.state
-    with _Watch(host) as watch:
+    watch = _Watch(host)
+    with watch:
         plan = mine.backend.plan(batch, [mine.spec])
         inputs = mine.backend.prepare_inputs(hidden, state, plan)
         if mine.spec.owns_selection:

@@ -181,11 +181,11 @@ def agrees_with_its_spec(subject: Subject, case: Case) -> None:
         ("contract_version", spec.contract_version, backend.contract_version),
     ):
         expect(told == found, f"its BackendSpec says {what} {told!r}, the class {found!r}: expected the same")
-    for told, taken in (
+    for named, taken in (
         (spec.kv_cache_dtypes, subject.kv_cache_dtypes),
         (spec.index_cache_dtypes, subject.index_cache_dtypes),
     ):
-        extra = [name for name in taken if name not in told]
+        extra = [name for name in taken if name not in named]
         expect(
             not extra, f"it takes {', '.join(extra)}, which its BackendSpec does not name: expected all of them there"
         )

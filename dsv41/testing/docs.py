@@ -28,7 +28,7 @@ def as_markdown() -> str:
         ]
         parts.append("\n".join([f"### {contract}", "", "| id | what must hold | needs | stage |", _rule(4), *rows]))
     rows = [f"| `{name}` | {meaning} |" for name, (meaning, _) in CAPABILITIES.items()]
-    parts.append("\n".join(["### Capabilities", "", "| name | means that the backend, or the device |", _rule(2), *rows]))
+    parts.append("\n".join(["### Capabilities", "", "| name | means that the backend |", _rule(2), *rows]))
     return "\n\n".join(parts) + "\n"
 
 

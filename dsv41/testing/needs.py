@@ -77,13 +77,13 @@ def _nothing(subject: Subject) -> str | None:
 
 CAPABILITIES: dict[str, tuple[str, Callable[[Subject], str | None]]] = {
     GRAPH_CAPTURE: ("declares `supports_graph_capture`", _graph_capture),
-    CAPTURING_DEVICE: ("the device captures graphs", _capturing_device),
+    CAPTURING_DEVICE: ("runs on a device that captures graphs", _capturing_device),
     FLOAT32: ("takes activations in float32", _float32),
     UNQUANTISED: ("reads float32 records", _unquantised),
     WINDOW_REPLAY: ("declares `replays_window`", _window_replay),
     DRAFT_BLOCKS: ("serves the draft phase", _draft_blocks),
     QUANTISED_ACTIVATIONS: ("rounds the inputs of fp8 projections to MXFP8 where a layer asks for it", _nothing),
-    LARGE_MEMORY: ("the device has 12 GiB of memory free", _large_memory),
+    LARGE_MEMORY: ("runs on a device with 12 GiB of memory free", _large_memory),
 }
 """What each means, and what finds out: None where it is there, or the reason why it is not."""
 

@@ -138,7 +138,8 @@ class Report:
         for result in data["results"]:
             result["outcome"] = str(result["outcome"])
         counts = {str(outcome): count for outcome, count in self.counts.items()}
-        return {"format": 1, **data, "counts": counts, "stages": self.stages, "ok": self.ok, "verdict": self.verdict}
+        found = {"stages": self.stages, "advice": self.advice, "ok": self.ok, "verdict": self.verdict}
+        return {"format": 1, **data, "counts": counts, **found}
 
 
 def make_report(subject: Subject, asked: str, mode: str, seed: int, only: list[str] | None) -> Report:

@@ -8,6 +8,8 @@ over many numbers that is `sqrt(unit * step)` of their norm.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def same_bytes(dtype: torch.dtype) -> float:
 
 def quantised(dtype: torch.dtype, *steps: float) -> float:
     """The same where numbers that may differ by a unit are put through quantisers of these steps on the way."""
-    return same_bytes(dtype) + 2 * sum((unit(dtype) * step) ** 0.5 for step in steps)
+    return same_bytes(dtype) + 2 * sum(math.sqrt(unit(dtype) * step) for step in steps)
 
 
 def own_rows(dtype: torch.dtype, layouts: CacheLayouts) -> float:

@@ -24,7 +24,8 @@ def pure(subject: Subject, case: Case) -> None:
     for _ in range(2):
         made.append(subject.fresh(case.kv, case.index).prepare_weights(state))
         _hold_equal(subject.weights(case), state.weights, "prepare_weights has changed the weights that it was given")
-    _hold_equal(*made, "prepare_weights makes something else of the same weights the second time")
+    first, second = made
+    _hold_equal(first, second, "prepare_weights makes something else of the same weights the second time")
 
 
 def same_form(subject: Subject, case: Case) -> None:
