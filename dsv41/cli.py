@@ -247,7 +247,11 @@ def warmup(as_json: bool, **options: Any) -> None:
 
 
 @main.command()
-@click.option("--backend", metavar="B", help="A backend by name. [default: what this machine would use, by its stages]")
+@click.option(
+    "--backend",
+    metavar="B",
+    help="A backend by name, or as module:Class. [default: what this machine would use, by its stages]",
+)
 @click.option("--device", metavar="D", help="cpu, cuda, cuda:1, ... [default: the first GPU, else cpu]")
 @click.option("--quick/--full", "quick", default=True, help="The short form or the long one.  [default: quick]")
 @click.option("--seed", default=0, show_default=True)

@@ -58,8 +58,7 @@ class BackendConformance:
     def _subject(cls) -> tuple[Subject, Port]:
         """One for all tests of the class, since making it takes longer than a clause."""
         if cls not in cls._subjects:
-            target = vars(cls).get("backend", cls.backend)
             options = {} if cls.geometry is None else {"geometry": cls.geometry}
-            subject = Subject.of(target, cls.device, seed=cls.seed, **options)
+            subject = Subject.of(cls.backend, cls.device, seed=cls.seed, **options)
             cls._subjects[cls] = subject, Port.load(cls.port_file) if cls.port_file else Port()
         return cls._subjects[cls]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -65,15 +66,19 @@ class Subject:
 
     @staticmethod
     def of(target: str | Factory | None, device: str | None = None, **options: Any) -> Subject:
-        """The subject that a name, a class or factory, or None (what this machine would use) stands for.
+        """The subject of a name, a class or factory, "module:Class", or None, which is what this machine would use.
 
-        Raises BackendError for a name that is unknown or cannot run on the device.
+        A class is made as it is, whatever selection would say of it. Raises BackendError for a name that is unknown or
+        cannot run on the device.
         """
+        if isinstance(target, str) and ":" in target:
+            target = _imported(target)
         if target is None or isinstance(target, str):
             return _of_name(target, device, **options)
         where = torch.device(device or "cpu")
         facts = probe().device(str(where)) if where.type == "cuda" else None
-        return Subject(getattr(target, "name", repr(target)), target, where, facts=facts, **options)
+        name = f"{target.__module__}:{getattr(target, '__qualname__', repr(target))}"
+        return Subject(name, target, where, facts=facts, **options)
 
     # What it declares
 
@@ -193,6 +198,15 @@ def _mixed_sinks(sinks: torch.Tensor) -> torch.Tensor:
     """Of which each head's differs from its neighbours' by far, and every third head has none."""
     heads = torch.arange(len(sinks), device=sinks.device)
     return torch.where(heads % 3 == 1, -torch.inf, 3.0 * (heads % 2) + 1.0).to(sinks.dtype)
+
+
+def _imported(path: str) -> Factory:
+    module, _, name = path.partition(":")
+    try:
+        found: Factory = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BackendError(f"backend {path!r} cannot be imported ({error}): expected 'package.module:Class'") from error
+    return found
 
 
 def _of_name(name: str | None, device: str | None, **options: Any) -> Subject:

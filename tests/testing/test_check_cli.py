@@ -39,6 +39,7 @@ def check(*arguments: object) -> tuple[int, dict[str, Any]]:
 def test_one_clause_of_a_backend() -> None:
     code, data = check("--backend", "reference", "--only", "H1", "--only", "select")
     assert code == 0
+    assert check("--backend", "dsv41.backends.reference.backend:ReferenceBackend", "--only", "H1")[0] == 0
     assert data["only"] == ["H1", *(clause.id for clause in CLAUSES if clause.contract == "select")]
     assert data["verdict"].startswith("reference on cpu conforms, as far as it was checked (of H1, ")
 
@@ -55,6 +56,7 @@ def test_it_prints_every_clause_and_what_did_not_run() -> None:
     ("arguments", "message"),
     [
         (["--backend", "no-such"], "unknown"),
+        (["--backend", "no.such:Class"], "package.module:Class"),
         (["--backend", "reference", "--device", "cpu", "--only", "Z9"], "'Z9' is unknown"),
         (["--backend", "reference", "--case", "heads=1"], "--only beside it"),
         (["--backend", "reference", "--device", "cpu", "--only", "M1", "--case", "heads=x"], "expected a number"),
@@ -218,7 +220,7 @@ def hold_page(source: str) -> None:
     assert "does not conform" in elements.text("p", id="verdict")
     failure = elements.text("article", id="failure-M10")
     assert "A head's sink joins the denominator only" in failure
-    assert "dsv41 check --backend wrong --device cpu --only M10 --seed 0 --case heads=1,requests=0+1" in failure
+    assert "wrong:SinkIgnored --device cpu --only M10 --seed 0 --case heads=1,requests=0+1" in failure
     assert "supports_graph_capture" in elements.text("section", id="skips")
     assert "contract version" in elements.text("section", id="ran-on")
     contracts = [parts for tag, attrs, parts in elements.found if attrs.get("class") == "contract"]

@@ -62,4 +62,4 @@ def test_failures_are_as_small_as_they_get() -> None:
     assert (case.heads, case.requests, case.padding) == (1, ((0, 1),), 0)
     assert failure.first_case != failure.case
     assert failure.command.endswith(f"--only M10 --seed 0 --case {failure.case}")
-    assert "--backend wrong" in failure.command
+    assert "wrong:SinkIgnored" in failure.command
