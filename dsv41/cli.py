@@ -250,7 +250,7 @@ def warmup(as_json: bool, **options: Any) -> None:
 @click.option(
     "--backend",
     metavar="B",
-    help="A backend by name, or as module:Class. [default: what this machine would use, by its stages]",
+    help="A name, or module:Class. [default: what this machine would use, by its stages]",
 )
 @click.option("--device", metavar="D", help="cpu, cuda, cuda:1, ... [default: the first GPU, else cpu]")
 @click.option("--quick/--full", "quick", default=True, help="The short form or the long one.  [default: quick]")

@@ -97,7 +97,7 @@ def _run(subject: Subject, clause: Clause, cases: Sequence[Case], result: Result
         try:
             message = _problem(subject, clause, case)
         except Inapplicable as reason:
-            result.skips.append(f"{case or 'its only case'}: {reason}")
+            result.skips.append(f"{str(case) or 'the default case'}: {reason}")
             continue
         result.cases += 1
         result.outcome = Outcome.PASSED

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.errors import BackendError, Dsv41Error, InputError
+from dsv41.hal import registry
+from dsv41.hal.backend import CONTRACT_VERSION
 from dsv41.testing import CLAUSES, BackendConformance, Case, Outcome, Port, Subject, check_backend
 from dsv41.testing.clause import STAGES, Inapplicable
 from dsv41.testing.docs import written_into
@@ -119,6 +121,13 @@ def test_a_backend_that_raises_fails_with_what_it_raised() -> None:
     [result] = check_backend(Subject.of(Raises), only=["O1"]).failures
     assert result.failure is not None
     assert "ZeroDivisionError: by nothing" in result.failure.message
+
+
+def test_a_class_of_another_contract_version_is_refused_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = next(spec for spec in registry.all_specs() if spec.name == "reference")
+    monkeypatch.setattr(ReferenceBackend, "contract_version", CONTRACT_VERSION + 1)
+    with pytest.raises(BackendError, match=f"has contract version {CONTRACT_VERSION + 1}, dsv41 has"):
+        registry.load(spec)
 
 
 # What did not run has not passed
