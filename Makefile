@@ -37,6 +37,7 @@ compile: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/python -m dsv41.layouts_cli > docs/layouts.md
 	$(BIN)/python -m dsv41.capabilities docs/backends-cuda.md
+	$(BIN)/python -m dsv41.testing.docs docs/conformance.md
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

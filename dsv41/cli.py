@@ -247,6 +247,40 @@ def warmup(as_json: bool, **options: Any) -> None:
     sys.exit(1 if report.failures else 0)
 
 
+@main.command()
+@click.option(
+    "--backend",
+    metavar="B",
+    help="A name, or module:Class. [default: what this machine would use, by its stages]",
+)
+@click.option("--device", metavar="D", help="cpu, cuda, cuda:1, ... [default: the first GPU, else cpu]")
+@click.option("--quick/--full", "quick", default=True, help="The short form or the long one.  [default: quick]")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--only", multiple=True, metavar="CLAUSE", help="A clause id, a contract or a stage; may be repeated.")
+@click.option("--case", metavar="CASE", help="One case of the clauses, as a report gives it.")
+@click.option(
+    "--port", type=click.Path(path_type=Path), metavar="FILE", help="What the port does not support, as TOML."
+)
+@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write a report, as .json or .html.")
+@click.option("--list", "listed", is_flag=True, help="List the clauses and run none.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def check(listed: bool, as_json: bool, **options: Any) -> None:
+    """Check a backend against every clause of its contracts; exit 1 where it does not conform."""
+    from dsv41.testing import check_cli
+
+    if listed:
+        check_cli.render_clauses(_console())
+        return
+    with _progress() as progress:
+        report = check_cli.check(check_cli.CheckOptions(**options), progress)
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        check_cli.render(_console(), report)
+    sys.exit(0 if report.ok else 1)
+
+
 @main.group()
 def bench() -> None:
     """Measure on this machine's GPU, beside the least time that the device allows."""

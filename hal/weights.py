@@ -39,13 +39,13 @@ Facts = dict[str, tuple[Any, ...]]
 def facts(tree: Any, name: str = "") -> Facts:
     return {
         path: (leaf.dtype, tuple(leaf.shape), leaf.device) if isinstance(leaf, Tensor) else (leaf,)
-        for path, leaf in _leaves(tree, name)
+        for path, leaf in leaves(tree, name)
     }
 
 
 def tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a tree with its path."""
-    return ((path, leaf) for path, leaf in _leaves(tree, name) if isinstance(leaf, Tensor))
+    return ((path, leaf) for path, leaf in leaves(tree, name) if isinstance(leaf, Tensor))
 
 
 def check(new: Facts, old: Facts) -> None:
@@ -91,7 +91,7 @@ def _pairs(old: Any, new: Any) -> Iterator[tuple[Tensor, Tensor]]:
         yield target, sources[path]
 
 
-def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Every leaf with its path, such as "layers.0.attn.wq_a.scale"; a None is no leaf."""
     parts: Mapping[Any, Any]
     if is_dataclass(tree):
@@ -105,4 +105,4 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield name, tree
         return
     for key, value in parts.items():
-        yield from _leaves(value, f"{name}.{key}" if name else str(key))
+        yield from leaves(value, f"{name}.{key}" if name else str(key))
