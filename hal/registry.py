@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -15,6 +15,7 @@ from dsv41.hal.requirements import Check
 
 if TYPE_CHECKING:
     from dsv41.hal.backend import AttentionBackend
+    from dsv41.hal.device import Device
 
 ENTRY_POINT_GROUP = "dsv41.backends"
 FALLBACK = "reference"
@@ -29,8 +30,9 @@ class BackendSpec:
     the `dsv41.hal.backend.CONTRACT_VERSION` that it was written against. Among the usable backends the highest
     `priority` wins; built-in vendor backends have 70 to 90, the portable one 10. `kv_cache_dtypes` and
     `index_cache_dtypes` are the specific names that it reads somewhere; `packed_kv_cache_dtype` is the one that "auto"
-    becomes. `libraries` are imported in a subprocess before the backend is. `slow_on_gpu` makes an
-    automatic choice of it on a GPU say so. `fault` is why a spec found by entry point cannot be used at all.
+    becomes. `libraries` are imported in a subprocess before the backend is. `devices` finds those devices of this
+    machine that `torch.cuda` does not list, and imports no vendor's library. `slow_on_gpu` makes an automatic choice of
+    it on a GPU say so. `fault` is why a spec found by entry point cannot be used at all.
 
     Raises BackendError for a name, target or format that cannot be.
     """
@@ -44,6 +46,7 @@ class BackendSpec:
     index_cache_dtypes: tuple[str, ...] = ("mxfp4", "fp8")
     requirements: tuple[Check, ...] = ()
     libraries: tuple[str, ...] = ()
+    devices: Callable[[], Sequence[Device]] | None = None
     priority: int = 50
     slow_on_gpu: bool = False
     fault: Reason | None = None
