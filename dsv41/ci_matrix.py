@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError, model_validator
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedSeq
 from ruamel.yaml.error import YAMLError
 
 from dsv41.compile import OTHER_TARGETS, TARGETS
@@ -22,7 +23,16 @@ MATRIX = Path("ci/matrix.yaml")
 
 Mode = Literal["run", "compile", "play-back"]
 Version = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+$")]
-Once = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+
+
+def _once(value: Any) -> Any:
+    if isinstance(value, int | float):
+        raise ValueError(f"{value} is a number to YAML: write it in quotes")
+    return [value] if isinstance(value, str) else value
+
+
+Once = BeforeValidator(_once)
+"""One is as good as a list of one."""
 Versions = Annotated[list[Version], Once]
 
 
@@ -93,7 +103,7 @@ class Row(_Strict):
 
 @dataclass(frozen=True)
 class Job:
-    """One thing that CI does. `torch` and `triton` are series, such as "2.13"; `triton` None is the one torch brings."""
+    """One thing that CI does. `torch` and `triton` are series, such as "2.13"; None is the Triton that torch brings."""
 
     mode: Mode
     vendor: str
@@ -122,7 +132,7 @@ def load_jobs(path: Path = MATRIX) -> list[Job]:
     rows that make the same job.
     """
     data = _read(path)
-    if not isinstance(data, dict) or set(data) != {"defaults", "rows"} or not isinstance(data["rows"], list):
+    if not isinstance(data, dict) or set(data) != {"defaults", "rows"} or not isinstance(data["rows"], CommentedSeq):
         raise InputError(f"{path} is no matrix: expected `defaults` and a list of `rows`; see docs/ci.md")
     defaults = _checked(Defaults, data["defaults"], f"{path}, defaults")
     seen: dict[str, str] = {}
@@ -135,9 +145,7 @@ def load_jobs(path: Path = MATRIX) -> list[Job]:
         _check_beside(row, line, path.parent, where)
         for job in row.jobs(defaults.torch[0]):
             if job.name in seen:
-                raise InputError(
-                    f"{where}: job {job.name} is made by {seen[job.name]} already: drop it from one of them"
-                )
+                raise InputError(f"{where}: {job.name} is made by {seen[job.name]} already: drop it from one of them")
             seen[job.name] = where
             jobs.append(job)
     return jobs

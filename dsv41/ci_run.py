@@ -61,8 +61,8 @@ def expect_machine(platform: Platform, arch: str, backend: str | None = None) ->
         found = ["it has no GPU"]
     if found:
         raise BackendError(
-            f"this job is for {arch} and this machine is another: {', '.join(found)}; run it on a runner whose label is "
-            "right, or hide the other GPUs"
+            f"this job is for {arch} and this machine is another: {', '.join(found)}; give the runner its own label, "
+            "or hide its other GPUs"
         )
     if backend is None:
         return
