@@ -31,7 +31,7 @@ class Environment:
     def run(self, *command: str) -> str:
         """The output of `python -m command`, which must succeed."""
         done = subprocess.run(
-            [self.python, "-m", *command], capture_output=True, text=True, cwd=self.source, timeout=280
+            [self.python, "-P", "-m", *command], capture_output=True, text=True, cwd=self.source, timeout=280
         )
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
         return done.stdout
