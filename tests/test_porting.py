@@ -19,7 +19,7 @@ FILES = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)```", PAGE, re.MULTILINE | re.DOT
 
 @pytest.fixture(params=["at first", "in the end"])
 def abacus(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The page's files, known to this process as if they were installed. One is there twice: at first it does nothing."""
+    """The page's files, known to this process as if installed. One is there twice: at first it does nothing."""
     for name, text in FILES if request.param == "in the end" else reversed(FILES):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
