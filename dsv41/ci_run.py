@@ -66,7 +66,7 @@ def expect_machine(platform: Platform, arch: str, backend: str | None = None) ->
         )
     if backend is None:
         return
-    report = explain_backends(device=platform.gpus[0], platform=platform)
+    report = explain_backends("auto", device=platform.gpus[0], platform=platform)
     if report.chosen != backend:
         known = [candidate for candidate in report.candidates if candidate.name == backend]
         reasons = " ".join(str(reason) for candidate in known for reason in candidate.reasons)
@@ -81,7 +81,7 @@ def _play_back(job: Job) -> str | None:
     try:
         platform = platform_of(job.platform)
         got = {
-            device.key: explain_backends(device=device, platform=platform).chosen
+            device.key: explain_backends("auto", device=device, platform=platform).chosen
             for device in platform.devices
             if device.arch == job.arch
         }

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,7 @@ def test_a_new_arch_is_one_line_and_one_platform_file(checkout: Path) -> None:
     assert "play-back-gfx1310-py3.11" in [entry["job"] for entry in jobs["no-gpu"]["strategy"]["matrix"]["include"]]
     assert jobs["run-gfx1310-py3-11-torch2-13"]["runs-on"] == ["self-hosted", "linux", "amd", "gfx1310"]
     (job,) = [job for job in load_jobs() if (job.arch, job.mode) == ("gfx1310", "play-back")]
-    assert ci_run._play_back(job) is None
+    assert [outcome.state for outcome in run_jobs([replace(job, python=PYTHON)])] == ["passed"]
 
 
 # Jobs that run here
@@ -207,6 +208,7 @@ def test_a_new_arch_is_one_line_and_one_platform_file(checkout: Path) -> None:
 def test_every_play_back_passes_and_leaves_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(ci_run, "why_not_here", lambda job: None)
+    monkeypatch.setenv("DSV41_BACKEND", "reference")  # somebody's wish, which is not what the matrix is about
     result = command("run", "--mode", "play-back", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

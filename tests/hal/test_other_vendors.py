@@ -76,6 +76,11 @@ def test_a_backend_over_host_memory_gets_torchs_name_of_it(known: Registrar) -> 
     assert backend.selection.device == NPU
 
 
+def test_a_backend_on_a_device_of_torchs_gets_its_name(known: Registrar) -> None:
+    known(lambda: [replace(NPU, host_memory=False)], requirements=(vendor("xpu"),))
+    assert str(select_backend(device="xpu:0").device) == "xpu:0"
+
+
 @pytest.mark.parametrize("problem", [None, "the XPU's firmware is too old: update it"])
 def test_a_devices_problem_keeps_it_from_being_the_default(known: Registrar, problem: str | None) -> None:
     known(lambda: [replace(NPU, problem=problem)])

@@ -25,4 +25,5 @@ def latents(pages: Tensor, page_rows: int, form: str, rows: Tensor) -> Tensor:
         return untile(held, page_rows, 1024)[where, place].view(torch.bfloat16).float()
     codes = untile(held, page_rows, 512)[where, place].view(torch.float8_e4m3fn).float()
     scales = held[:, page_rows * 512 : page_rows * 528].reshape(len(held), page_rows, 16)[where, place]
-    return (codes.unflatten(1, (16, 32)) * torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(1)
+    groups: Tensor = codes.unflatten(1, (16, 32)) * torch.exp2(scales.float() - 127).unsqueeze(-1)
+    return groups.flatten(1)
