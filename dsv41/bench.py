@@ -222,12 +222,16 @@ def random_caches(backend: AttentionBackend, pages: tuple[int, int], seed: int) 
     filled = []
     for layout, count in zip((backend.layouts.window, backend.layouts.compressed), pages, strict=True):
         cache = PagedCache.allocate(layout, count, backend.device)
-        for slots in torch.arange(cache.num_slots, device=backend.device).split(1 << 16):
-            shape = (len(slots), layout.record.dim)
-            cache.write(slots, torch.randn(shape, generator=generator, device=backend.device))
+        fill_with_noise(cache, generator)
         filled.append(cache)
     window, compressed = filled
     return LayerCaches(window, compressed)
+
+
+def fill_with_noise(cache: PagedCache, generator: torch.Generator) -> None:
+    """Write normal noise into every row."""
+    for slots in torch.arange(cache.num_slots, device=cache.data.device).split(1 << 16):
+        cache.write(slots, torch.randn(len(slots), cache.layout.record.dim, generator=generator, device=slots.device))
 
 
 def make_work(backend: AttentionBackend, caches: LayerCaches, tokens: int, heads: int, seed: int) -> Work:

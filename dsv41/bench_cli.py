@@ -1,4 +1,4 @@
-"""What `dsv41 bench attention` prints and draws, from the report as a dictionary."""
+"""What `dsv41 bench` prints and draws, from reports as dictionaries."""
 
 from __future__ import annotations
 
@@ -76,6 +76,53 @@ def notes(report: dict[str, Any]) -> list[str]:
             "prefill kernel over rows that were made bf16 before, which is not timed."
         )
     return found
+
+
+def render_steps(console: Console, report: dict[str, Any]) -> None:
+    """A table of all sizes, and what one run of each launches, which a profiler saw."""
+    title = (
+        f"{report['backend']} on {escape(report['device'])}, kv {report['kv_cache_dtype']}, "
+        f"index {report['index_cache_dtype']}"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("what", "context", "tokens", "us", "floor us", "bound", "x floor", "launches"):
+        table.add_column(column, justify="left" if column in ("what", "bound") else "right")
+    for row in report["rows"]:
+        table.add_row(
+            row["what"],
+            f"{row['context']:,}",
+            str(row["tokens"]),
+            f"{row['microseconds']:.1f}",
+            f"{row['floor_seconds'] * 1e6:.1f}",
+            row["bound"],
+            f"{row['over_floor']:.2f}",
+            str(row["num_launches"]),
+        )
+    console.print(table)
+    for row in report["rows"]:
+        if row["launches"]:
+            console.print(_launches(row))
+    rates = report["rates"]
+    console.print(
+        f"Floor: {rates['bytes_per_second'] / 1e12:g} TB/s and {rates['flops_per_second'] / 1e12:g} TFLOP/s of bf16 "
+        f"({rates['name']}); weights once, selected rows and scored index keys once a token.\n"
+        f"Time: of a CUDA graph, cold cache, median of 15 replays; what is planned once a step is not in it. "
+        f"Workspace: {report['workspace_bytes'] / 2**20:,.0f} MiB.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _launches(row: dict[str, Any]) -> Table:
+    """Kernels with their share of the time that all of them take; gaps between them are in no share."""
+    table = Table(title=f"{row['what']}, {row['context']:,} held, {row['tokens']} tokens", title_justify="left")
+    for column in ("kernel", "launches", "us", "share"):
+        table.add_column(column, justify="left" if column == "kernel" else "right", overflow="ellipsis", no_wrap=True)
+    total = sum(launch["seconds"] for launch in row["launches"])
+    for launch in row["launches"]:
+        share = f"{100 * launch['seconds'] / total:.0f} %"
+        table.add_row(escape(launch["kernel"]), str(launch["count"]), f"{launch['seconds'] * 1e6:.1f}", share)
+    return table
 
 
 def require_matplotlib() -> None:

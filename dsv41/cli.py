@@ -17,6 +17,7 @@ from dsv41.errors import Dsv41Error
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dsv41.bench_steps import StepReport
     from dsv41.run import RunReport
 
 
@@ -292,6 +293,77 @@ def bench_attention_command(plot: Path | None, as_json: bool, **options: Any) ->
     if plot is not None:
         bench_cli.plot(report, plot)
     sys.exit(1 if report["failures"] else 0)
+
+
+def _step_options(contexts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of benches of steps."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in (
+            click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+            click.option("--seed", default=0, show_default=True),
+            click.option(
+                "--context",
+                default=contexts,
+                show_default=True,
+                callback=_numbers("token counts such as 8192"),
+                help="Tokens that each request holds.",
+            ),
+            click.option("--index-cache-dtype", default="auto", show_default=True, metavar="D"),
+            click.option("--kv-cache-dtype", default="auto", show_default=True, metavar="D"),
+            click.option("--device", metavar="D", help="cuda, cuda:1, ... [default: the first GPU]"),
+            click.option("--backend", metavar="B", help="A backend by name. [default: the best for this machine]"),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+@bench.command("layer")
+@_step_options("8192")
+@click.option(
+    "--tokens",
+    default="1,16,64,256",
+    show_default=True,
+    callback=_numbers("token counts such as 1,16"),
+    help="Requests that decode a token each.",
+)
+@_plain_errors
+def bench_layer_command(as_json: bool, **options: Any) -> None:
+    """Time a decode layer that compresses and selects, one that reads what it left, and both."""
+    from dsv41.bench_steps import bench_layers
+
+    _bench_steps(bench_layers, as_json, options)
+
+
+@bench.command("index")
+@_step_options("65536,262144,1048576")
+@click.option(
+    "--tokens",
+    default="1,32",
+    show_default=True,
+    callback=_numbers("token counts such as 1,32"),
+    help="Requests that decode a token each.",
+)
+@_plain_errors
+def bench_index_command(as_json: bool, **options: Any) -> None:
+    """Time index scoring and top-k over long contexts: among all rows, and among candidates."""
+    from dsv41.bench_steps import bench_choices
+
+    _bench_steps(bench_choices, as_json, options)
+
+
+def _bench_steps(bench_them: Callable[..., StepReport], as_json: bool, options: dict[str, Any]) -> None:
+    from dsv41 import bench_cli
+    from dsv41.bench_steps import StepOptions
+
+    with _progress() as progress:
+        report = bench_them(StepOptions(**options), progress).to_dict()
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        bench_cli.render_steps(_console(), report)
 
 
 @main.group()

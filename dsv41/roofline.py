@@ -49,6 +49,9 @@ class Work:
     bytes: float
     flops: float
 
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
 
 @dataclass(frozen=True)
 class Floor:

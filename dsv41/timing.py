@@ -22,17 +22,8 @@ def graph_seconds(calls: Sequence[Call], *, warm: bool = True, replays: int = RE
     timed; without it, one that was never made before has that in the graph.
     """
     if warm:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        _warm(calls)
+    graph = _captured(calls)
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     seconds: list[float] = []
@@ -44,3 +35,39 @@ def graph_seconds(calls: Sequence[Call], *, warm: bool = True, replays: int = RE
         end.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3)
     return median(seconds[2:]) / len(calls)
+
+
+def graph_launches(call: Call) -> list[tuple[str, int, float]]:
+    """Kernels that a graph of one call runs, by name, with their number and their seconds together, longest first, as
+    torch's profiler sees them in one replay."""
+    _warm([call])
+    graph = _captured([call])
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for event in profiler.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count, seconds = found.get(event.name, (0, 0.0))
+            found[event.name] = count + 1, seconds + event.time_range.elapsed_us() / 1e6
+    return sorted(((name, *figures) for name, figures in found.items()), key=lambda row: -row[2])
+
+
+def _warm(calls: Sequence[Call]) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph

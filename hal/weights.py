@@ -43,6 +43,11 @@ def facts(tree: Any, name: str = "") -> Facts:
     }
 
 
+def tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a tree with its path."""
+    return ((path, leaf) for path, leaf in _leaves(tree, name) if isinstance(leaf, Tensor))
+
+
 def check(new: Facts, old: Facts) -> None:
     """Raise InputError, naming the first difference, where `new` cannot take the place of `old`."""
     for path in {**old, **new}:
@@ -69,9 +74,8 @@ def copy_into(old: Any, new: Any) -> None:
 @torch.no_grad()
 def release(tree: Any) -> None:
     """Let go of the memory of a tree's tensors; the objects stay, empty."""
-    for _, leaf in _leaves(tree, ""):
-        if isinstance(leaf, Tensor):
-            leaf.data = leaf.data.new_empty(0)
+    for _, leaf in tensors(tree):
+        leaf.data = leaf.data.new_empty(0)
 
 
 @torch.no_grad()
@@ -82,10 +86,9 @@ def restore(old: Any, new: Any) -> None:
 
 
 def _pairs(old: Any, new: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    sources = dict(_leaves(new, ""))
-    for path, target in _leaves(old, ""):
-        if isinstance(target, Tensor):
-            yield target, sources[path]
+    sources = dict(tensors(new))
+    for path, target in tensors(old):
+        yield target, sources[path]
 
 
 def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
