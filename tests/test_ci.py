@@ -149,6 +149,13 @@ def test_elsewhere_than_in_a_checkout_it_says_so(tmp_path: Path, monkeypatch: py
         assert (result.exit_code, "at the root of a checkout" in result.stderr) == (2, True)
 
 
+def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv41.ci_cli.find_spec", lambda module: None if module == "ruamel" else module)
+    result = command("run")
+    assert result.exit_code == 2
+    assert result.stderr == "error: ruamel not installed: `dsv41 ci` needs `pip install -e '.[test]'`\n"
+
+
 # The workflow
 
 
