@@ -8,7 +8,7 @@ DEMO := demo-checkpoint
 # One thread a worker: the tests run many small operations, which threads only slow down.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test test-full lint compile docs clean
+.PHONY: demo test test-full lint compile ci docs clean
 
 demo: $(VENV)/installed
 	rm -rf $(DEMO)
@@ -34,10 +34,15 @@ lint: $(VENV)/installed
 compile: $(VENV)/installed
 	$(BIN)/dsv41 compile
 
+# Every job of ci/matrix.yaml that needs no GPU: compiled with each Triton, played back, tested.
+ci: $(VENV)/installed
+	$(BIN)/dsv41 ci run
+
 docs: $(VENV)/installed
 	$(BIN)/python -m dsv41.layouts_cli > docs/layouts.md
 	$(BIN)/python -m dsv41.capabilities docs/backends-cuda.md
 	$(BIN)/python -m dsv41.testing.docs docs/conformance.md
+	$(BIN)/dsv41 ci emit
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

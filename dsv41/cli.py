@@ -400,6 +400,81 @@ def _bench_steps(bench_them: Callable[..., StepReport], as_json: bool, options: 
         bench_cli.render_steps(_console(), report)
 
 
+@main.group()
+@_plain_errors
+def ci() -> None:
+    """A checkout's CI matrix: its workflow, and its jobs that need no GPU."""
+    from dsv41.ci_cli import require_extra
+
+    require_extra()
+
+
+@ci.command("emit")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 where the workflow is not current.")
+@_plain_errors
+def ci_emit(check: bool) -> None:
+    """Write .github/workflows/ci.yml from ci/matrix.yaml and ci/workflow.yml.j2."""
+    from dsv41.ci_matrix import load_jobs
+    from dsv41.ci_workflow import TEMPLATE, WORKFLOW, render
+
+    jobs = load_jobs()
+    text = render(jobs, TEMPLATE.read_text(encoding="utf-8"))
+    if check:
+        current = WORKFLOW.exists() and WORKFLOW.read_text(encoding="utf-8") == text
+        click.echo(f"{WORKFLOW} is {'current' if current else 'not current: run `dsv41 ci emit`'}")
+        sys.exit(0 if current else 1)
+    WORKFLOW.parent.mkdir(parents=True, exist_ok=True)
+    WORKFLOW.write_text(text, encoding="utf-8")
+    click.echo(f"wrote {len(jobs)} jobs to {WORKFLOW}")
+
+
+@ci.command("run")
+@click.option("--mode", type=click.Choice(["run", "compile", "play-back"]), help="Jobs of this mode only.")
+@click.option("--arch", metavar="ARCH", help="Jobs of this arch only.")
+@click.option("--job", "name", metavar="JOB", help="This job only; exit 1 where it cannot run here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def ci_run(mode: str | None, arch: str | None, name: str | None, as_json: bool) -> None:
+    """Run the jobs that need no GPU, here; exit 1 where one fails. Their output goes to build/ci."""
+    from dsv41 import ci_cli
+    from dsv41.ci_matrix import load_jobs
+    from dsv41.ci_run import run_jobs
+    from dsv41.errors import InputError
+    from dsv41.hal.probe import probe
+
+    every = load_jobs()
+    jobs = [job for job in every if mode in (None, job.mode) and arch in (None, job.arch) and name in (None, job.name)]
+    if not jobs:
+        raise InputError(f"no such job: expected one of {', '.join(job.name for job in every)}; name it")
+    outcomes = []
+    with _progress() as progress:
+        for outcome in run_jobs(jobs):
+            outcomes.append(outcome)
+            progress("jobs", len(outcomes), len(jobs))
+    if as_json:
+        click.echo(json.dumps(ci_cli.report(outcomes, probe()), indent=2))
+    else:
+        ci_cli.render(_console(), outcomes)
+    bad = {"failed", "skipped"} if name else {"failed"}
+    sys.exit(1 if any(outcome.state in bad for outcome in outcomes) else 0)
+
+
+@ci.command("expect")
+@click.argument("arch")
+@click.option("--backend", metavar="B", help="What the first GPU must get.")
+@click.option("--as", "platform", metavar="PLATFORM", help="As in `dsv41 probe`.")
+@_plain_errors
+def ci_expect(arch: str, backend: str | None, platform: str | None) -> None:
+    """Exit 2, saying why, unless this machine's GPUs are all of ARCH."""
+    from dsv41.ci_run import expect_machine
+    from dsv41.hal.device import Platform
+    from dsv41.hal.probe import probe as probe_machine
+
+    machine = Platform.load(platform) if platform else probe_machine()
+    expect_machine(machine, arch, backend)
+    click.echo(f"{arch}: {', '.join(f'{gpu.key} {gpu.name}' for gpu in machine.gpus)}")
+
+
 def _progress() -> AbstractContextManager[Callable[[str, int, int], None]]:
     """A progress bar on stderr, so that stdout stays clean; nothing where stderr is no terminal."""
     from contextlib import contextmanager

@@ -104,7 +104,7 @@ def run(options: RunOptions, progress: Progress = lambda *_: None) -> RunReport:
     )
     report = RunReport(
         backend=backend.name,
-        device=str(backend.device),
+        device=backend.facts.key if backend.facts else str(backend.device),
         dtype=str(stack.dtype).removeprefix("torch."),
         kv_cache_dtype=backend.kv_cache_dtype,
         index_cache_dtype=backend.index_cache_dtype,

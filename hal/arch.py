@@ -1,6 +1,7 @@
 """Every architecture number of the package, and the rules that say which binary runs where.
 
-An arch is written as its vendor writes it: `sm_90`, `sm_121`, `gfx942`. A build target is what a kernel was compiled
+An arch is written as its vendor writes it: `sm_90`, `sm_121`, `gfx942`; that of a vendor which only a backend from
+elsewhere knows, as `<vendor>-<model>`. A build target is what a kernel was compiled
 for, in nvcc's spelling (`sm_90a`, `sm_100f`) or a gfx name. One target rarely runs on a whole generation, so a major
 number alone is never compared.
 """
@@ -14,6 +15,7 @@ from typing import Any
 KIB = 1024
 _CUDA_TARGET = re.compile(r"(?:sm|compute)_(\d+)([af]?)")
 _GFX = re.compile(r"gfx[0-9a-f]{3,4}")
+_OTHER = re.compile(r"([a-z]+)-[a-z0-9._-]+")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ _FAMILIES: tuple[tuple[int, ...], ...] = ((100, 103), (110,), (120, 121))
 
 
 def vendor_of(arch: str) -> str:
-    """The vendor that an arch name belongs to: "nvidia", "amd" or "cpu".
+    """The vendor that an arch name belongs to: "nvidia", "amd", "cpu" or, of "<vendor>-<model>", that one.
 
     Raises ValueError for a name of no known form.
     """
@@ -63,7 +65,9 @@ def vendor_of(arch: str) -> str:
         return "nvidia"
     if _GFX.fullmatch(arch):
         return "amd"
-    raise ValueError(f"arch {arch!r} is none of 'sm_<number>', 'gfx<hex>' or 'cpu'")
+    if (match := _OTHER.fullmatch(arch)) and match[1] not in ("nvidia", "amd", "cpu", "cuda"):
+        return match[1]
+    raise ValueError(f"arch {arch!r} is none of 'sm_<number>', 'gfx<hex>', '<vendor>-<model>' or 'cpu'")
 
 
 def arch_from_torch(props: Any) -> str:
@@ -77,15 +81,18 @@ def runs_on(target: str, arch: str) -> bool:
 
     NVIDIA's rules: `sm_90a` on 9.0 only; `sm_100f` on its family from its own minor number up (10.0 and 10.3);
     a plain `sm_80` on the same major number from its own minor number up. `compute_*` (PTX) also on anything newer,
-    unless it carries an `a` or `f`, which bind it as they bind machine code. AMD: the same gfx name.
+    unless it carries an `a` or `f`, which bind it as they bind machine code. AMD and any other vendor: the same name.
 
     Raises ValueError for a target of no known form.
     """
-    if _GFX.fullmatch(target):
+    if _GFX.fullmatch(target) or _OTHER.fullmatch(target):
         return target == arch
     match = _CUDA_TARGET.fullmatch(target)
     if match is None:
-        raise ValueError(f"build target {target!r} is none of 'sm_<number>[a|f]', 'compute_<number>[a|f]', 'gfx<hex>'")
+        raise ValueError(
+            f"build target {target!r} is none of 'sm_<number>[a|f]', 'compute_<number>[a|f]', 'gfx<hex>', "
+            "'<vendor>-<model>'"
+        )
     if not arch.startswith("sm_"):
         return False
     built, here, suffix = int(match[1]), int(arch.removeprefix("sm_")), match[2]

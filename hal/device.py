@@ -25,16 +25,21 @@ TORCH_INSTALL = {
     "CUDA": "pip install torch --index-url https://download.pytorch.org/whl/cu130",
     "ROCm": "pip install torch --index-url https://download.pytorch.org/whl/rocm7.1",
 }
+TORCH_VENDORS = {"nvidia": "CUDA", "amd": "ROCm"}
+"""The vendors whose devices torch calls cuda, and the build that each needs."""
 _LARGEST = 2**60  # of anything that a device has
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. `arch` is `sm_<number>`, `gfx<hex>` or `cpu`, with no feature suffix.
+    """One device. `arch` is `sm_<number>`, `gfx<hex>`, `<vendor>-<model>` or `cpu`, with no feature suffix.
 
     `shared_memory_bytes` is the most that one block may use, `multiprocessors` SMs or CUs (0 where unknown).
     `fp8_dialect` is that of its matrix units: "ocp", "fnuz", or None where they have none. `problem` says why torch
     cannot compute on it although it computes on others, with the remedy.
+
+    A vendor other than NVIDIA and AMD is called as torch calls its devices, such as "xpu". `host_memory` is for a
+    device that torch has no name for, whose kernels work on tensors in the host's memory.
     """
 
     vendor: str
@@ -47,6 +52,7 @@ class Device:
     warp_size: int
     fp8_dialect: str | None
     problem: str | None = None
+    host_memory: bool = field(default=False, metadata={"plain": "where set"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", self.arch.split(":")[0])  # gcnArchName: gfx942:sramecc+:xnack-
@@ -71,11 +77,19 @@ class Device:
 
     @property
     def key(self) -> str:
-        """torch's name of the device: "cuda:0" (on ROCm as well) or "cpu"."""
-        return f"cuda:{self.index}" if self.is_gpu else "cpu"
+        """The device's name: torch's, such as "cuda:0" (on ROCm as well) or "cpu", where torch has one."""
+        if not self.is_gpu:
+            return "cpu"
+        return f"{'cuda' if self.vendor in TORCH_VENDORS else self.vendor}:{self.index}"
+
+    @property
+    def torch_device(self) -> str:
+        """torch's name of where its tensors are."""
+        return "cpu" if self.host_memory else self.key
 
     @property
     def is_gpu(self) -> bool:
+        """Whether it is anything but the CPU."""
         return self.vendor != "cpu"
 
     @staticmethod
@@ -176,7 +190,9 @@ class Platform:
             return torch.problem or "torch cannot be imported: reinstall it with `pip install torch`"
         if not device.is_gpu:
             return None
-        needed = {"nvidia": "CUDA", "amd": "ROCm"}[device.vendor]
+        needed = TORCH_VENDORS.get(device.vendor)
+        if needed is None:
+            return device.problem
         if torch.kind != needed:
             return (
                 f"torch {torch.version} is a {torch.kind} build and cannot use this {needed} device: install a "

@@ -99,6 +99,7 @@ def _nothing(folder: Path, version: str | None) -> set[str]:
     return set()
 
 
+# A port may add the kind of its own library, beside its BackendSpec.
 KINDS: dict[str, LibraryKind] = {
     "flash_mla": LibraryKind("flash_mla", ("tokenspeed-flashmla",), _flash_mla),
     "flashinfer": LibraryKind(

@@ -11,9 +11,12 @@ from dsv41.errors import Dsv41Error
 
 
 def to_plain(value: Any) -> Any:
-    """Dicts, lists, strings and numbers; sets are sorted. Fields with metadata `plain=False` are left out."""
+    """Dicts, lists, strings and numbers; sets are sorted. Fields with metadata `plain=False` are left out, and those
+    with `plain="where set"` where they have their default."""
     if is_dataclass(value):
-        return {item.name: to_plain(getattr(value, item.name)) for item in _stored(value)}
+        found = {item.name: getattr(value, item.name) for item in _stored(value)}
+        left_out = {item.name for item in _stored(value) if _may_lack(item) and found[item.name] == item.default}
+        return {name: to_plain(part) for name, part in found.items() if name not in left_out}
     if isinstance(value, Mapping):
         return {key: to_plain(value[key]) for key in sorted(value)}
     if isinstance(value, set | frozenset):
@@ -46,14 +49,19 @@ def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
     names = [item.name for item in _stored(kind)]
     if unknown := sorted(set(data) - set(names)):
         raise Dsv41Error(f"{where}: unknown field {unknown[0]!r}: use {', '.join(names)}")
-    if missing := [name for name in names if name not in data]:
-        raise Dsv41Error(f"{where}: field {missing[0]!r} is missing: give every one of {', '.join(names)}")
+    needed = [item.name for item in _stored(kind) if not _may_lack(item)]
+    if missing := [name for name in needed if name not in data]:
+        raise Dsv41Error(f"{where}: field {missing[0]!r} is missing: give every one of {', '.join(needed)}")
     hints = get_type_hints(kind)
-    return kind(**{name: from_plain(hints[name], data[name], f"{where}.{name}") for name in names})
+    return kind(**{name: from_plain(hints[name], data[name], f"{where}.{name}") for name in names if name in data})
 
 
 def _stored(kind: Any) -> list[Field[Any]]:
     return [item for item in fields(kind) if item.metadata.get("plain", True)]
+
+
+def _may_lack(item: Field[Any]) -> bool:
+    return item.metadata.get("plain") == "where set"
 
 
 def _expect(kind: Any, data: Any, where: str) -> Any:

@@ -20,9 +20,10 @@ from typing import Any
 
 from dsv41.hal.aiter_ops import ENV_AITER_PRODUCTS
 from dsv41.hal.arch import ARCHS, arch_from_torch, runs_on
-from dsv41.hal.device import LIBRARIES, TORCH_INSTALL, Device, Platform, TorchBuild
+from dsv41.hal.device import LIBRARIES, TORCH_INSTALL, TORCH_VENDORS, Device, Platform, TorchBuild
 from dsv41.hal.host import NOTHING, Host, cpu_device, read_host
 from dsv41.hal.libraries import inspect
+from dsv41.hal.registry import BackendSpec, all_specs
 
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
@@ -36,12 +37,11 @@ IMPORT_TIMEOUT = 120.0
 """Seconds that a library may take to import."""
 
 
-def probe(*, deep: bool = False, libraries: Iterable[str] = LIBRARIES) -> Platform:
-    """This machine as a platform. Nothing that is missing or broken raises: it becomes a problem or a note.
-
-    `libraries` are the import names to look for.
-    """
+def probe(*, deep: bool = False) -> Platform:
+    """This machine as a platform, with the devices and libraries that the known backends speak of. Nothing that is
+    missing or broken raises: it becomes a problem or a note."""
     torch_view = _ask_torch()
+    specs = all_specs()
     try:
         host = read_host(ask_tools=not torch_view.devices)
     except Exception as error:  # files and tools of drivers that nobody has seen yet
@@ -50,11 +50,13 @@ def probe(*, deep: bool = False, libraries: Iterable[str] = LIBRARIES) -> Platfo
             f"the drivers of this machine cannot be read ({_words(error)}): please report it with this note"
         )
     build, devices, notes = _combine(torch_view, host)
+    devices = _with_others(devices, specs, notes)
+    libraries = {*LIBRARIES, *(library for spec in specs for library in spec.libraries)}
     platform = Platform(
         devices=(*devices, cpu_device()),
         torch=build,
         driver=host.nvidia_driver or host.amd_driver,
-        libraries={name: inspect(name, build.version) for name in sorted({*LIBRARIES, *libraries})},
+        libraries={name: inspect(name, build.version) for name in sorted(libraries)},
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         notes=tuple(notes),
     )
@@ -181,6 +183,20 @@ def _torch_device(index: int, props: Any) -> Device:
         shared_memory_bytes=optin,
         warp_size=getattr(props, "warp_size", 0),
     )
+
+
+def _with_others(devices: list[Device], specs: Iterable[BackendSpec], notes: list[str]) -> list[Device]:
+    """The devices and, behind them, those that backends find for themselves, each once."""
+    found = {device.key: device for device in devices}
+    for spec in specs:
+        try:
+            for device in spec.devices() if spec.devices else ():
+                if device.vendor in ("cpu", *TORCH_VENDORS):
+                    raise ValueError(f"it found {device.key}, which is torch's to find")
+                found.setdefault(device.key, device)
+        except (Exception, SystemExit) as error:
+            notes.append(f"backend {spec.name} cannot look for its devices ({_words(error)}): report it to its author")
+    return list(found.values())
 
 
 def _combine(view: _TorchView, host: Host) -> tuple[TorchBuild, list[Device], list[str]]:

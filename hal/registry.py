@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -16,6 +16,7 @@ from dsv41.hal.requirements import Check
 
 if TYPE_CHECKING:
     from dsv41.hal.backend import AttentionBackend
+    from dsv41.hal.device import Device
 
 ENTRY_POINT_GROUP = "dsv41.backends"
 FALLBACK = "reference"
@@ -31,8 +32,9 @@ class BackendSpec:
     `priority` wins; built-in vendor backends have 70 to 90, the portable one 10. `kv_cache_dtypes` and
     `index_cache_dtypes` are the specific names that it reads somewhere; `packed_kv_cache_dtype` is the one that "auto"
     becomes. `paths` say what its ops use, where that differs. `libraries` are imported in a subprocess before the
-    backend is. `slow_on_gpu` makes an automatic choice of it on a GPU say so. `fault` is why a spec found by entry
-    point cannot be used at all.
+    backend is. `devices` finds those devices of this machine that `torch.cuda` does not list, and imports no vendor's
+    library. `slow_on_gpu` makes an automatic choice of it on a GPU say so. `fault` is why a spec found by entry point
+    cannot be used at all.
 
     Raises BackendError for a name, target or format that cannot be.
     """
@@ -47,6 +49,7 @@ class BackendSpec:
     requirements: tuple[Check, ...] = ()
     paths: tuple[Path, ...] = ()
     libraries: tuple[str, ...] = ()
+    devices: Callable[[], Sequence[Device]] | None = None
     priority: int = 50
     slow_on_gpu: bool = False
     fault: Reason | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsv41.hal.arch import ARCHS, runs_on
-from dsv41.hal.device import TORCH_INSTALL, Device, Platform
+from dsv41.hal.device import TORCH_INSTALL, TORCH_VENDORS, Device, Platform
 from dsv41.hal.request import UNSPECIFIC_KV_CACHE_DTYPES, Reason, Request
 from dsv41.hal.versions import at_least, release
 
@@ -35,7 +35,8 @@ class Requirement:
 
 def vendor(*vendors: str) -> Requirement:
     """The device is of one of these vendors."""
-    wanted = " or ".join({"nvidia": "an NVIDIA GPU", "amd": "an AMD GPU", "cpu": "a CPU"}[name] for name in vendors)
+    known = {"nvidia": "an NVIDIA GPU", "amd": "an AMD GPU", "cpu": "a CPU"}
+    wanted = " or ".join(known.get(name, f"a device of {name}") for name in vendors)
 
     def check(device: Device, platform: Platform, request: Request) -> Reason | None:
         if device.vendor in vendors:
@@ -353,5 +354,6 @@ def _list(items: Sequence[object]) -> str:
 def _describe(device: Device) -> str:
     if not device.is_gpu:
         return "this device is the CPU"
-    known = "" if device.arch in ARCHS else ", which is in no table of this package"
-    return f"{device.key} is {device.arch} ({device.name}){known}"
+    unlisted = device.vendor in TORCH_VENDORS and device.arch not in ARCHS
+    remark = ", which is in no table of this package" if unlisted else ""
+    return f"{device.key} is {device.arch} ({device.name}){remark}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsv41.errors import BackendError, ConfigError, Dsv41Error
 from dsv41.hal import registry
-from dsv41.hal.device import Device, Platform
+from dsv41.hal.device import TORCH_VENDORS, Device, Platform
 from dsv41.hal.names import suggest
 from dsv41.hal.paths import taken
 from dsv41.hal.probe import deep_check, probe
@@ -83,7 +83,7 @@ def select_backend(
             continue
         try:
             backend = backend_class(
-                device=report.device.key,
+                device=report.device.torch_device,
                 kv_cache_dtype=kv_cache_dtype,
                 index_cache_dtype=index_cache_dtype,
                 facts=report.device,
@@ -172,8 +172,7 @@ class _Choice:
             phases=(phases,) if isinstance(phases, str) else tuple(phases),
             cache_bytes=cache_bytes,
         )
-        libraries = {library for spec in specs.values() for library in spec.libraries}
-        here = _confirm_suspects(probe(libraries=libraries)) if platform is None else platform
+        here = _confirm_suspects(probe()) if platform is None else platform
         key = device.key if isinstance(device, Device) else None if device is None else str(device)
         return _Choice(request, here.device(key), here, platform is not None, asked, source, specs)
 
@@ -353,7 +352,7 @@ def _confirm_suspects(platform: Platform) -> Platform:
 def _require_present(device: Device, platform: Platform) -> None:
     import torch
 
-    if device.is_gpu and device.index >= torch.cuda.device_count():
+    if device.vendor in TORCH_VENDORS and device.index >= torch.cuda.device_count():
         raise BackendError(
             f"device {device.key} ({device.name}) of platform {platform.origin or 'given'!r} is not on this machine: "
             "use explain_backends to see what it would get, or device='cpu'"

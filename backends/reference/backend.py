@@ -149,14 +149,21 @@ class ReferenceBackend(AttentionBackend):
         return Selection(index.top_k(scores, allowed, spec.topk), candidates)
 
     def index_scores(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> Tensor:
-        """As `index.index_scores` gives them, from queries quantised like the keys."""
+        """As `index.index_scores` gives them."""
+        assert layer.caches is not None and layer.caches.index is not None
+        query, head_weight = self.index_queries(inputs, layer)
+        return index.index_scores(query, head_weight, layer.caches.index, layer.spec.ratio, plan)
+
+    def index_queries(self, inputs: AttnInputs, layer: LayerState) -> tuple[Tensor, Tensor]:
+        """The queries that keys are scored by, rotated and quantised like the keys, `[T, heads, dim]`; and the weight
+        of each head, `[T, heads]`."""
         spec, weights, caches = layer.spec, layer.weights.indexer, layer.caches
         assert weights is not None and caches is not None and caches.index is not None
         query = linear(inputs.qr, weights.wq_b, quantize=spec.quantize_activations)
         query = rotate(query.view(-1, spec.index_heads, spec.index_dim), inputs.positions, layer.cos_sin)
         query = round_trip(caches.index.layout.record, query)
         head_weight = linear(inputs.hidden, weights.weights_proj) * (spec.index_dim**-0.5 * spec.index_heads**-0.5)
-        return index.index_scores(query, head_weight, caches.index, spec.ratio, plan)
+        return query, head_weight
 
     # Parts of the segments
 

@@ -8,7 +8,7 @@ import torch
 
 from dsv41.attention import DeepseekV41Attention
 from dsv41.errors import BackendError
-from dsv41.hal.weights import check, facts, leaves, prepare
+from dsv41.hal.weights import check, facts, leaves, prepare, tensors
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Violation, expect
 from dsv41.testing.layer import run_layer
@@ -73,7 +73,7 @@ def _fresh(subject: Subject, case: Case, seed: int = 0) -> DeepseekV41Attention:
 
 def _addresses(layer: DeepseekV41Attention) -> list[int]:
     tree = [layer.state.weights, layer.state.prepared]
-    return [leaf.data_ptr() for _, leaf in leaves(tree, "") if isinstance(leaf, torch.Tensor)]
+    return [tensor.data_ptr() for _, tensor in tensors(tree)]
 
 
 def _hold_equal(one: object, two: object, message: str) -> None:

@@ -206,7 +206,7 @@ def test_fr_64_a_cache_beyond_what_the_kernel_addresses_is_refused_with_the_numb
     )
 
 
-def test_cache_dtypes() -> None:
+def test_fr_61_a_cache_is_judged_by_its_format_and_no_vendors_name() -> None:
     requirement = need.kv_cache_dtype("fp8", "fp8_e4m3")
     assert ask(requirement, of=request(kv_cache_dtype="fp8")) is None
     plain = request(kv_cache_dtype="bfloat16")

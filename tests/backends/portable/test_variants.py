@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dsv41.compile import TARGETS
+from dsv41.hal.arch import ARCHS
 
 HERE = Path(__file__).parent
 
@@ -66,3 +67,11 @@ def test_after_warmup_a_run_on_the_device_compiles_nothing(tmp_path: Path) -> No
     assert found["failures"] == []
     assert found["warmup"]
     assert found["after"] == []
+
+
+def test_fr_16_fr_19_fr_23_each_target_converts_in_its_own_dialect() -> None:
+    """By instructions where the bytes are in the dialect of its matrix units; elsewhere in integers. One process lists
+    them all."""
+    listed = (HERE / "variants.txt").read_text().splitlines()
+    targets = {line.partition(":")[0] for line in listed if " native" in line}
+    assert targets == {target for target in TARGETS if ARCHS[target].fp8_dialect == "ocp"}

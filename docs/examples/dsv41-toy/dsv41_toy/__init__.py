@@ -1,0 +1,1 @@
+"""A backend of dsv41 for the Toy A1."""
