@@ -97,7 +97,7 @@ class PortableBackend(ReferenceBackend):
         self.workspace = Workspace(self.device)
         self.specs: dict[LayerSpec, dict[str, Any]] = {}
         """Of the layers whose weights were prepared here, and the types of these, as `DryLayers` takes them."""
-        self._max_tokens = 1
+        self._max_tokens, self._max_len = 1, 1
 
     @property
     def arch(self) -> str:
@@ -204,14 +204,15 @@ class PortableBackend(ReferenceBackend):
         for causal in (True, False):
             if chosen := {spec: types for spec, types in known.items() if spec.causal is causal}:
                 scored = max((spec.topk + 1) * spec.ratio for spec in chosen)  # so long that something is left out
-                lengths = {size: {size, max(size, scored)} for size in sizes}
+                longest = max(scored, sizes[-1], self._max_len)
+                lengths = {size: {size, max(size, scored), longest} for size in sizes}
                 with torch.device(self.device):
                     types = next(iter(chosen.values()))
-                    layers = DryLayers(self, list(chosen), **types, max_len=max(scored, sizes[-1]), max_requests=1)
+                    layers = DryLayers(self, list(chosen), **types, max_len=longest, max_requests=1)
                 layers.run([Step(1, size, held) for size in sizes for held in sorted(lengths[size])])
 
     def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
-        self._max_tokens = max(self._max_tokens, max_tokens)
+        self._max_tokens, self._max_len = max(self._max_tokens, max_tokens), max(self._max_len, max_len)
         for spec in self.specs:
             self.workspace.reserve("attention", self.attention_bytes(spec, max_tokens))
             if spec.owns_selection and not _chooses_all(spec, max_len // spec.ratio):

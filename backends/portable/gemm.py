@@ -6,7 +6,8 @@ they in bf16 once they are multiplied by a power of two: products are exact, and
 Many tokens are bound by the products: a tile of weights is widened and scaled once for all tokens of a wide tile. Few
 tokens are bound by reading the weights. Then slices of the rows are multiplied side by side and added up at the end, so
 that narrow tiles, of which there are many, still keep the memory busy; and if both sides are coded, the columns that
-share a scale are a slice, and scales multiply sums instead of codes.
+share a scale are a slice, and scales multiply sums instead of codes. Where tiles are few all the same, programs share
+the columns of one, and a second launch adds up what each found, always in the same order.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ _BAND = tl.constexpr(8)
 """Tiles of tokens that meet one tile of weights before the next does: what both read stays in the cache."""
 _WIDEN = (16, 256)
 """Tokens and columns that a program widens."""
+_PROGRAMS = 512
+"""So many programs, or fewer, share the columns of tiles: a few on each multiprocessor of a large GPU."""
+_MOST_SPLITS, _FEWEST_TURNS = 8, 4
+"""Programs that share a tile, and turns of the loop over columns that each of them keeps."""
+_ADDED = 1024
+"""Results that a program adds up."""
 
 
 @triton.jit
@@ -142,7 +149,7 @@ def _multiply(w, x, acc, DOT: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "turns"])
 def _gemm(
     x,
     x_stride,
@@ -151,6 +158,8 @@ def _gemm(
     weight_scale,
     out,
     out_stride,
+    partial,
+    turns,
     num_tokens,
     num_rows,
     K,
@@ -176,7 +185,11 @@ def _gemm(
 
     SHAPE: tl.constexpr = (ROWS, TOKENS) if SLICES == 1 else (SLICES, ROWS, TOKENS)
     acc = tl.zeros(SHAPE, tl.float32)
-    for start in range(0, K, WIDTH):
+    begin, end = 0, K
+    if partial is not None:
+        begin = tl.program_id(2) * turns * WIDTH
+        end = tl.minimum(begin + turns * WIDTH, K)
+    for start in range(begin, end, WIDTH):
         w = _load(weight, row_live, start, K, WIDTH)
         if weight_scale is None:
             w = w.to(tl.float32)
@@ -192,7 +205,23 @@ def _gemm(
         acc = _multiply(high, a, acc, DOT)
     if SLICES > 1:
         acc = tl.sum(acc, axis=0)
-    _store(out, out_stride, acc, row, token, num_rows, num_tokens)
+    if partial is None:
+        _store(out, out_stride, acc, row, token, num_rows, num_tokens)
+    else:
+        width = tl.num_programs(1) * num_rows
+        mine = partial + tl.program_id(2).to(tl.int64) * num_tokens * width
+        _store(mine, width, acc, row, token, num_rows, num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
+def _add(partial, out, out_stride, num_tokens, num_rows, splits, ADDED: tl.constexpr):
+    """`out` `[tokens, rows]` of `partial` `[splits, tokens, rows]`."""
+    token, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ADDED + tl.arange(0, ADDED)
+    live = row < num_rows
+    acc = tl.zeros((ADDED,), tl.float32)
+    for split in range(splits):
+        acc += tl.load(partial + (split * num_tokens + token) * num_rows + row, live, other=0.0)
+    tl.store(out + token * out_stride + row, narrow(acc, out.dtype.element_ty), live)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "x_scale_stride", "x_scale_group_stride"])
@@ -249,13 +278,26 @@ def gemm_tiles(tokens: int, fp32_products: bool, weight_bytes: int) -> GemmTiles
     """For all other products, by weights of 1, 2 or 4 bytes."""
     if fp32_products:
         return GemmTiles(32, 32, 32, 1, num_warps=4, num_stages=2)
+    if tokens <= 16 and weight_bytes == 1:
+        return GemmTiles(32, 16, 256, 4, num_warps=4, num_stages=3)
     if tokens <= 16:
         return GemmTiles(16, 16, 256 if weight_bytes < 4 else 128, 4, num_warps=4, num_stages=4)
     if tokens <= 32:
         return GemmTiles(16, 32, 256 if weight_bytes == 1 else 128, 4, num_warps=4, num_stages=3)
-    if tokens <= 256 or weight_bytes == 4:
-        return GemmTiles(64, 64, 64, 1, num_warps=4, num_stages=3)
+    if weight_bytes == 4:
+        return GemmTiles(64, 64, 32, 1, num_warps=4, num_stages=3)
+    if tokens <= 64:
+        return GemmTiles(64 if weight_bytes == 1 else 32, 64, 64, 1, num_warps=4, num_stages=3)
+    if tokens <= 256:
+        return GemmTiles(64, 128, 64, 1, num_warps=4, num_stages=3)
     return GemmTiles(128, 128, 64, 1, num_warps=8, num_stages=3)
+
+
+def splits_of(tiles: GemmTiles, tokens: int, rows: int, groups: int, columns: int) -> int:
+    """How many programs share the columns of a tile."""
+    programs = triton.cdiv(rows, tiles.rows) * triton.cdiv(tokens, tiles.tokens) * groups
+    room = min(_PROGRAMS // max(programs, 1), columns // (tiles.width * _FEWEST_TURNS), _MOST_SPLITS)
+    return 1 << max(room, 1).bit_length() - 1
 
 
 def _project(
@@ -285,10 +327,10 @@ def _project(
         "fp_fusion": True,
     }
 
-    def run(kernel: Any, tiles: GemmTiles, **arguments: Any) -> None:
+    def run(kernel: Any, tiles: GemmTiles, splits: int = 1, **arguments: Any) -> None:
         launch(
             kernel,
-            (triton.cdiv(rows, tiles.rows) * triton.cdiv(tokens, tiles.tokens), groups),
+            (triton.cdiv(rows, tiles.rows) * triton.cdiv(tokens, tiles.tokens), groups, splits),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             ROWS=tiles.rows,
@@ -316,9 +358,16 @@ def _project(
 
     fp32 = x.dtype == torch.float32
     tiles = gemm_tiles(tokens, fp32, weight.element_size())
+    splits = 1 if fp32 else splits_of(tiles, tokens, rows, groups, columns)
+    partial = None
+    if splits > 1:
+        partial = torch.empty(splits, tokens, rows * groups, dtype=torch.float32, device=x.device)
     run(
         _gemm,
         tiles,
+        splits,
+        partial=partial,
+        turns=triton.cdiv(triton.cdiv(columns, tiles.width), splits),
         x=x,
         x_stride=x.stride(0),
         x_group_stride=x.stride(1),
@@ -328,6 +377,18 @@ def _project(
         SPLIT=not fp32 and weight.dtype == out.dtype == torch.float32,
         SLICES=tiles.slices,
     )
+    if partial is not None:
+        launch(
+            _add,
+            (tokens, triton.cdiv(rows * groups, _ADDED)),
+            partial=partial,
+            out=out,
+            out_stride=out.stride(0),
+            num_tokens=tokens,
+            num_rows=rows * groups,
+            splits=splits,
+            ADDED=_ADDED,
+        )
 
 
 def _widened(x: Tensor, scale: Tensor, dtype: torch.dtype, native: bool) -> Tensor:

@@ -1,4 +1,8 @@
-"""Exact top-k over long rows, a radix select: the digits of the k-th best score first, then one ordered pass."""
+"""Exact top-k over long rows, a radix select: the digits of the k-th best score first, then one ordered pass.
+
+A program reads its columns three times or more, so long rows are cut into spans. What is best of a row is among the
+best of its spans; so these are found side by side, then the best of them, in spans again while they are many.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,22 @@ from dsv41.backends.portable.launch import launch
 COLUMNS = 4096
 """Scores that a program looks at together; below 2**16, since two counts share a number."""
 WARPS = 16
+SPAN = 4096
+"""Columns of a span, unless four times as many as are selected are more."""
+
+
+@triton.jit
+def _columns(picks, first, start, length, COLUMNS: tl.constexpr):
+    """The columns `start` ... of a program's span, which begins at `first`: themselves, or those that were picked
+    before (int32, -1 = none). And whether they are any."""
+    place = start + tl.arange(0, COLUMNS)
+    live = place < length
+    if picks is None:
+        column = first + place
+    else:
+        column = tl.load(picks + first + place, live, other=-1)
+        live = column >= 0
+    return column, live
 
 
 @triton.jit
@@ -28,9 +48,8 @@ def _ranks(scores, column, live, BITS: tl.constexpr):
 
 
 @triton.jit
-def _positions(column, length, candidates, visible, BLOCK_SIZE: tl.constexpr):
+def _positions(column, live, candidates, visible, BLOCK_SIZE: tl.constexpr):
     """The position that each column stands for (int64), and whether it may be selected."""
-    live = column < length
     if candidates is None:
         position = column.to(tl.int64)
     else:
@@ -40,14 +59,16 @@ def _positions(column, length, candidates, visible, BLOCK_SIZE: tl.constexpr):
     return position, live
 
 
-@triton.jit(do_not_specialize=["width", "scores_stride", "candidates_stride"])
+@triton.jit(do_not_specialize=["width", "span", "scores_stride", "candidates_stride"])
 def _top_k(
     scores,
     lengths,
     candidates,
     num_visible,
+    picks,
     out,
     width,
+    span,
     scores_stride,
     candidates_stride,
     K: tl.constexpr,
@@ -56,12 +77,15 @@ def _top_k(
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * span
     scores += row * scores_stride
-    out += row * K
+    out += (row * tl.num_programs(1) + tl.program_id(1)) * K
     length = width
-    if lengths is not None:
+    if picks is not None:
+        picks += row * width
+    elif lengths is not None:
         length = tl.minimum(tl.load(lengths + row), width).to(tl.int32)
+    length = tl.minimum(length - first, span)
     visible = 0
     if candidates is not None:
         candidates += row * candidates_stride
@@ -76,8 +100,8 @@ def _top_k(
         shift = BITS - 8 - 8 * turn
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, length, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            _, live = _positions(column, length, candidates, visible, BLOCK_SIZE)
+            column, live = _columns(picks, first, start, length, COLUMNS)
+            _, live = _positions(column, live, candidates, visible, BLOCK_SIZE)
             # The border's lower digits are still 0: where the upper ones agree, this is the next digit.
             digit = (_ranks(scores, column, live, BITS) ^ border) >> shift.to(tl.uint32)
             counts += tl.histogram(digit.to(tl.int32), 256, mask=digit < 256)
@@ -89,8 +113,8 @@ def _top_k(
     above = tl.full((), 0, tl.int32)
     level = tl.full((), 0, tl.int32)
     for start in range(0, length, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        position, live = _positions(column, length, candidates, visible, BLOCK_SIZE)
+        column, live = _columns(picks, first, start, length, COLUMNS)
+        position, live = _positions(column, live, candidates, visible, BLOCK_SIZE)
         rank = _ranks(scores, column, live, BITS)
         is_above = rank > border
         is_level = (rank == border) & (rank > 0)
@@ -99,14 +123,15 @@ def _top_k(
         before = tl.cumsum(both) - both
         level_before = level + (before & 0xFFFF)
         place = above + (before >> 16) + tl.minimum(level_before, room)
-        tl.store(out + place, position, is_above | (is_level & (level_before < room)))
+        found = position if out.dtype.element_ty == tl.int64 else column
+        tl.store(out + place, found, is_above | (is_level & (level_before < room)))
         total = tl.sum(both)
         above += total >> 16
         level += total & 0xFFFF
 
     place = tl.arange(0, K_PADDED)
     empty = (place >= above + tl.minimum(level, room)) & (place < K)
-    tl.store(out + place, tl.full((K_PADDED,), -1, tl.int64), empty)
+    tl.store(out + place, tl.full((K_PADDED,), -1, out.dtype.element_ty), empty)
 
 
 @torch.library.custom_op("dsv41::top_k", mutates_args=())
@@ -129,28 +154,40 @@ def top_k(
     it is below `num_visible[t]`. The result is in the order of the columns.
     """
     rows, width = scores.shape
-    out = torch.empty(rows, k, dtype=torch.int64, device=scores.device)
     if candidates is not None:
         width = min(width, candidates.shape[1] * block_size)
-    launch(
-        _top_k,
-        (rows if k else 0,),
-        num_warps=WARPS,
-        scores=scores,
-        lengths=lengths,
-        candidates=candidates,
-        num_visible=num_visible,
-        out=out,
-        width=width,
-        scores_stride=scores.stride(0),
-        candidates_stride=candidates.stride(0) if candidates is not None else 0,
-        K=k,
-        K_PADDED=triton.next_power_of_2(max(k, 1)),
-        BLOCK_SIZE=block_size,
-        BITS=16 if scores.dtype == torch.bfloat16 else 32,
-        COLUMNS=COLUMNS,
-    )
-    return out
+    span, picks = max(SPAN, 4 * k), None
+
+    def best(width: int, spans: int, dtype: torch.dtype) -> Tensor:
+        """Of each span: positions, or as int32 columns, `[T, spans * k]`."""
+        out = torch.empty(rows, spans * k, dtype=dtype, device=scores.device)
+        launch(
+            _top_k,
+            (rows if k else 0, spans),
+            num_warps=WARPS,
+            scores=scores,
+            lengths=lengths,
+            candidates=candidates,
+            num_visible=num_visible,
+            picks=picks,
+            out=out,
+            width=width,
+            span=span if spans > 1 else width,
+            scores_stride=scores.stride(0),
+            candidates_stride=candidates.stride(0) if candidates is not None else 0,
+            K=k,
+            K_PADDED=triton.next_power_of_2(max(k, 1)),
+            BLOCK_SIZE=block_size,
+            BITS=16 if scores.dtype == torch.bfloat16 else 32,
+            COLUMNS=COLUMNS,
+        )
+        return out
+
+    while width > 2 * span:
+        spans = triton.cdiv(width, span)
+        picks = best(width, spans, torch.int32)
+        width = spans * k
+    return best(width, 1, torch.int64)
 
 
 @top_k.register_fake

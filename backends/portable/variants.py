@@ -117,7 +117,8 @@ def meet(
     """The builds that layers can meet on `target` in steps of up to `max_tokens` tokens, on the backend that
     `make` makes, which must run without a device.
 
-    What makes a difference: the tokens of a step by powers of two, short and long requests, the types that norms and
+    What makes a difference: the tokens of a step by powers of two, requests that see no more rows than are selected,
+    just more, and as many as can be, the types that norms and
     compressors may be stored in, and, on AMD, caches of more than 2**31 bytes.
     """
     found: list[Launch] = []
@@ -135,19 +136,20 @@ def meet(
                 large=large,
             )
             longest = max_tokens if causal else min(max_tokens, LONGEST_DRAFT)
-            steps = _steps(longest, max_requests, max_len)
+            scored = min(max((spec.topk + 1) * max(spec.ratio, 1) for spec in chosen), max_len)
+            steps = _steps(longest, max_requests, (1, scored, max_len))
             if not causal:  # blocks of all requests at once: a step of many tokens
                 steps += [Step(max_requests, longest, max(longest, length)) for length in (1, max_len)]
             found += _launches(layers, steps, target)
     return _variants(found, target)
 
 
-def _steps(max_tokens: int, max_requests: int, max_len: int) -> list[Step]:
+def _steps(max_tokens: int, max_requests: int, lengths: Sequence[int]) -> list[Step]:
     def powers(limit: int) -> list[int]:
         return sorted({min(1 << power, limit) for power in range(limit.bit_length() + 1)})
 
-    decode = [Step(count, 1, length) for count in powers(max_requests) for length in (1, max_len)]
-    return decode + [Step(1, count, max(count, length)) for count in powers(max_tokens) for length in (1, max_len)]
+    decode = [Step(count, 1, length) for count in powers(max_requests) for length in lengths]
+    return decode + [Step(1, count, max(count, length)) for count in powers(max_tokens) for length in lengths]
 
 
 def _distinct(specs: Sequence[LayerSpec]) -> list[LayerSpec]:

@@ -59,7 +59,8 @@ def sweep() -> dict[str, list[int]]:
     found = {}
     for what, few, many in (
         ("table widths", (7, 33), range(1, 126)),
-        ("pages", (7, 35), (256, 300, 1000, 4097, 16000)),
+        # Rows of one span, of a few, of so many that the best of them are cut into spans again.
+        ("pages", (7, 35, 300, 16000), (7, 35, 256, 300, 1000, 4097, 8000, 16000)),
     ):
         found[what] = [len(keys(layers, [Step(2, 1, 64 * n) for n in widths])) for widths in (few, many)]
     few, many = (1, 16, 32, 64, 256, 512), (*range(1, 70), 255, 256, 257, 300, 511, 512)

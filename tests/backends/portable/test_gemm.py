@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv41.backends.portable.gemm import grouped_linear, linear
+from dsv41.backends.portable.gemm import gemm_tiles, grouped_linear, linear, splits_of
 from dsv41.backends.portable.launch import Launch, watching
 from dsv41.backends.portable.target import pretending
 from dsv41.backends.reference import linear as reference
@@ -204,6 +204,33 @@ def test_nan_stays_in_its_token(tokens: int, quantize: bool) -> None:
     found = product(x, weight, quantize=quantize)
     assert bool(found[1].isnan().all())
     assert torch.equal(found[[0, *range(2, tokens)]], expected[[0, *range(2, tokens)]])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("tokens", [3, 20, 40, 100])
+def test_programs_share_the_columns_of_a_few_tall_tiles(tokens: int, kind: str) -> None:
+    """Into bf16, and of fp32 weights into fp32; the last program of a tile has fewer columns."""
+    x, weight = random(tokens, 2052).to(BF16), weight_of(kind, 33, 2052)
+    seen: list[Launch] = []
+    with watching(lambda launch: seen.append(launch) is None):
+        found = product(x, weight)
+    assert [launch.kernel.fn.__name__ for launch in seen] == ["_gemm", "_add"]
+    check(found, reference.linear(x, weight), x, weight)
+    assert torch.equal(found, product(x, weight))
+    if kind == "fp32":
+        out = torch.full((tokens, 33), torch.nan, dtype=FP32, device=DEVICE)
+        check(product(x, weight, out=out), reference.linear(x.float(), weight), x, weight)
+
+
+def test_columns_are_shared_where_tiles_are_few_and_stay_as_long_as_four_turns() -> None:
+    few = gemm_tiles(1, False, 1)
+    # The release's wq_a with wkv, wq_b, wo_a and wo_b.
+    shapes = [(1792, 1, 5120), (32768, 1, 1280), (1024, 8, 4096), (5120, 1, 8192)]
+    assert [splits_of(few, 1, *shape) for shape in shapes] == [4, 1, 2, 2]
+    assert [splits_of(gemm_tiles(64, False, 1), 64, *shape) for shape in shapes] == [8, 1, 4, 4]
+    assert [splits_of(gemm_tiles(256, False, 1), 256, *shape) for shape in shapes] == [8, 1, 2, 2]
+    assert [splits_of(gemm_tiles(4096, False, 1), 4096, *shape) for shape in shapes] == [1, 1, 1, 1]
+    assert splits_of(few, 1, 16, 1, 64) == splits_of(few, 0, 16, 1, 64) == 1
 
 
 @pytest.mark.parametrize("quantize", [False, True])

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv41.backends.portable import topk
+from dsv41.backends.portable.launch import Launch, watching
 from dsv41.backends.portable.topk import COLUMNS, top_k
 from dsv41.backends.reference import index
 
@@ -71,6 +73,28 @@ def test_a_row_of_a_million_positions() -> None:
     assert 0.7 < (scores == 0).float().mean() < 0.9
     found = chosen(scores, 2048)
     assert torch.equal(found, index.top_k(scores, torch.ones_like(scores, dtype=torch.bool), 2048))
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_spans_find_what_one_program_finds(k: int, restricted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through several levels, with ties, NaN, rows of every length, and candidates that are missing or out of sight."""
+    generator = torch.Generator().manual_seed(k)
+    scores = indexer_like(6, 700).bfloat16().to(DEVICE)
+    scores[:, 100:103] = NAN
+    lengths = torch.tensor([700, 699, 100, 17, 1, 0], device=DEVICE)
+    arguments: tuple[Tensor | None, int, Tensor | None] = (None, 1, None)
+    if restricted:
+        blocks = torch.stack([torch.randperm(250, generator=generator)[:175] for _ in range(6)])
+        blocks[:, ::7] = -1
+        arguments, lengths = (blocks.to(DEVICE), 4, lengths), None  # type: ignore[assignment]
+    whole = top_k(scores, lengths, k, *arguments)
+    monkeypatch.setattr(topk, "SPAN", 16)
+    launches: list[Launch] = []
+    with watching(lambda launch: launches.append(launch) is None):
+        found = top_k(scores, lengths, k, *arguments)
+    assert len(launches) > 2
+    assert torch.equal(found, whole)
 
 
 @pytest.mark.parametrize("width", [5, 8, 40])
