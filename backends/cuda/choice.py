@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from dsv41.errors import BackendError
 
 ENV_KERNEL = "DSV41_FLASHMLA_KERNEL"
-FLASHMLA, FEW_HEADS, PORTABLE = "flashmla", "few-heads", "portable"
-KERNELS = (FLASHMLA, FEW_HEADS, PORTABLE)
-MOST_FEW = 16
-"""Heads that the kernel for few heads takes."""
+FLASHMLA, HOPPER, PORTABLE = "flashmla", "hopper", "portable"
+KERNELS = (FLASHMLA, HOPPER, PORTABLE)
+MOST_OURS = 64
+"""Heads that our kernels for Hopper take."""
 
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
@@ -20,7 +20,7 @@ _EVER = 1 << 62
 # the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64. Head counts over 64 and
 # SM100 were not measured.
 _TABLES: dict[str, dict[int, dict[int, str]]] = {
-    "sm_90": {MOST_FEW: {_EVER: FEW_HEADS}, 128: {_EVER: FLASHMLA}},
+    "sm_90": {MOST_OURS: {_EVER: HOPPER}, 128: {_EVER: FLASHMLA}},
     "sm_100": {128: {_EVER: FLASHMLA}},
     "sm_103": {128: {_EVER: FLASHMLA}},
 }
@@ -46,21 +46,21 @@ class Choice:
                 f"{ENV_KERNEL} is {os.environ[ENV_KERNEL]!r}: expected auto, {', '.join(KERNELS)}; name one of these, "
                 "or unset it"
             )
-        if named == FEW_HEADS and missing is not None:
+        if named == HOPPER and missing is not None:
             raise BackendError(
-                f"{ENV_KERNEL} is {FEW_HEADS!r}, which does not run here ({missing}): expected one of the others; name "
+                f"{ENV_KERNEL} is {HOPPER!r}, which does not run here ({missing}): expected one of the others; name "
                 "one, or unset it"
             )
         return Choice(arch, missing, named)
 
     def kernel(self, num_heads: int, num_tokens: int) -> str:
-        """Of a call of `num_tokens` tokens with `num_heads` live heads. FEW_HEADS by name serves what it can."""
-        if self.named is not None and (self.named != FEW_HEADS or num_heads <= MOST_FEW):
+        """Of a call of `num_tokens` tokens with `num_heads` live heads. HOPPER by name serves what it can."""
+        if self.named is not None and (self.named != HOPPER or num_heads <= MOST_OURS):
             return self.named
         table = _TABLES.get(self.arch, _TABLES["sm_100"])
         by_tokens = next(row for most, row in table.items() if num_heads <= most)
         best = next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
-        return best if best != FEW_HEADS or self.missing is None else FLASHMLA
+        return best if best != HOPPER or self.missing is None else FLASHMLA
 
     def pads(self, num_heads: int) -> bool:
         """Whether some call with so many heads is FlashMLA's, which takes 64 or 128."""
