@@ -65,10 +65,9 @@ def many(keys: int, stages: int, depth: int) -> Build:
     """Of `many_heads.cu`, with `stages` tiles of `keys` rows in bf16 and `depth` times 32 rows of fp8 in flight."""
     heads = 64
     query, tile, weights = heads * _RECORD.dim * 2, keys * _RECORD.dim * 2, heads * 2 * keys * 2
-    part = heads * (_RECORD.dim + 8) * 4
     raw = _whole(32 * _RECORD.bytes + 16)
     turns = 2 * (heads * 4 + 16 + 2 * 8)  # a factor a head, a word a warp, two barriers
-    shared = _whole(max(query + stages * tile, part) + weights + depth * raw + stages * (keys // 8 * 4 + 16) + turns)
+    shared = _whole(query + stages * tile + weights + depth * raw + stages * (keys // 8 * 4 + 16) + turns)
     return Build("many_heads", heads, keys, 512, 1, shared, {"STAGES": stages, "DEPTH": depth})
 
 

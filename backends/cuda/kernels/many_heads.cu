@@ -24,8 +24,8 @@
 #define SLICES (KEYS / SLICE)
 #define CHUNKS 9  // of 16 bytes, that a lane has of a row
 // Registers of a thread, after a start at 128: 512 for the four groups.
-#define FEW_REGISTERS 88
-#define MANY_REGISTERS 168
+#define FEW_REGISTERS 96
+#define MANY_REGISTERS 160
 
 // Matrix operands lie as rows of 128 bytes (64 numbers), eight rows to 1024 bytes, in which 16-byte chunk c of row r is
 // at place c ^ (r & 7). A matrix of 512 columns is eight such blocks side by side.
@@ -41,12 +41,15 @@ struct Raw {
 };
 
 // What a CTA has of a token when its tiles are done, for the other CTAs of its cluster.
-#define SUMS_PITCH (DIMS + 8)  // four rows of eight numbers are 32 banks
+// Loads from other CTAs are slow by the byte, so sums are f16 there, which leaves them four times as exact as the output: of
+// each head and half of the dims relative to a power of two, `unit`.
+#define SUMS_PITCH (DIMS + 8)  // eight rows of four words are 32 banks
 struct Part {
-    float sums[HEADS][SUMS_PITCH];  // relative to 2^top
+    u16 sums[HEADS][SUMS_PITCH];
 };
 struct Ends {
     float top[HEADS], total[HEADS], sink[HEADS];
+    float unit[HEADS][2];  // and relative to 2^top
 };
 
 // What the scoring group says of a tile, for each of its warps, beside the weights.
@@ -98,9 +101,6 @@ __device__ inline void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// What this thread has stored is seen by matrix instructions that begin after a barrier.
-__device__ inline void stores_before_matrices() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 template <int WHICH, int COUNT>
 __device__ inline void meet() {
     asm volatile("bar.sync %0, %1;" ::"n"(WHICH), "n"(COUNT) : "memory");
@@ -126,7 +126,11 @@ __device__ inline u64 operand(u32 at, u32 block) {
     return swizzle_128 | (u64)(EIGHT_ROWS >> 4) << 32 | (u64)(block >> 4) << 16 | (at & 0x3ffff) >> 4;
 }
 
-__device__ inline void matrices_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// What others have stored before a barrier that this thread has passed is seen by its matrix instructions from here on. It
+// stands here and not behind the stores, since it waits for all copies that its thread has begun.
+__device__ inline void matrices_begin() {
+    asm volatile("fence.proxy.async.shared::cta;\nwgmma.fence.sync.aligned;" ::: "memory");
+}
 __device__ inline void matrices_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 #define IO_4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
@@ -200,6 +204,17 @@ __device__ inline Span span_of(const Cache& window, const Cache& compressed, con
 
 // Fetching
 
+// Divides numbers below 2^31 by one number, by a product.
+struct Divider {
+    u32 factor, shift;
+
+    __device__ Divider(u32 by) {
+        shift = 63 - __clz(by - 1);  // 31 + the logarithm, rounded up
+        factor = (u32)(((1ull << shift) + by - 1) / by);
+    }
+    __device__ u32 divide(u32 x) const { return (u32)((u64)x * factor >> shift); }
+};
+
 // Where a lane's row of a slice lies: a slot of one of the caches, -1 for none.
 struct Place {
     bool exists;  // the slice; the same in all lanes
@@ -246,11 +261,12 @@ __device__ inline void prefetch_indices(const Cache& cache, int token, int threa
     if (thread * 32 < cache.width) asm volatile("prefetch.global.L2 [%0];" ::"l"(cache.indices + (i64)token * cache.width + thread * 32));
 }
 
-__device__ inline void copy_row(Raw& raw, const Place& place, const Cache& window, const Cache& compressed, int thread) {
+__device__ inline void copy_row(Raw& raw, const Place& place, const Cache& window, const Cache& compressed, const Divider (&pages)[2], int thread) {
     int lane = thread % 32;
     Cache cache = one_of(place.in_window, window, compressed);
     bool live = (u32)place.slot < cache.rows;
-    u32 slot = live ? place.slot : 0, page = slot / cache.page_size, in_page = slot - page * cache.page_size;
+    u32 slot = live ? place.slot : 0;
+    u32 page = (place.in_window ? pages[0] : pages[1]).divide(slot), in_page = slot - page * cache.page_size;
     const u8* from = cache.data + page * cache.page_stride;
     const u8* row = from + in_page * ROW_BYTES + lane % 4 * 16;
     u32 to = address(&raw.chunks[0][thread]);
@@ -314,12 +330,13 @@ __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compre
     prefetch_indices(window, blockIdx.x / cluster_size(), thread);
     prefetch_indices(compressed, blockIdx.x / cluster_size(), thread);
     Walk walk(window, compressed, num_tokens);
+    const Divider pages[2] = {window.page_size, compressed.page_size};
     // Indices are read two slices before they are used.
     Place next = walk.take(row), after = walk.take(row);
     int begun = 0;
     auto begin = [&](Raw& raw) {
         if (next.exists) {
-            copy_row(raw, next, window, compressed, thread);
+            copy_row(raw, next, window, compressed, pages, thread);
             begun++;
         }
         copies_end();
@@ -343,7 +360,6 @@ __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compre
         if (part == 0) barrier_wait(&s.empty[stage], phase);
         widen_row(chunks, scales, address(s.keys[stage][0]) + (part * SLICE + row) * ROW, in_eight, lane);
         if (lane == 0) s.live[stage][part * 4 + warp] = live;
-        stores_before_matrices();
         warp_arrive(&s.full[stage], lane);
         if (++d == DEPTH) d = 0;
         if (++part == SLICES) {
@@ -394,7 +410,6 @@ __device__ inline void score(Shared& s, const Cache& window, const Cache& compre
         lengths = lengths_of(window, compressed, token + step, num_tokens);
         copies_end();
         copies_wait<0>();
-        stores_before_matrices();
         meet<1, GROUP>();
         float top[2] = {-INFINITY_F, -INFINITY_F}, total[2] = {0, 0};
         if (span.first == span.last) copy_query(s, q, token + step, num_tokens, thread);
@@ -443,7 +458,8 @@ __device__ inline void score(Shared& s, const Cache& window, const Cache& compre
                 for (int j = 0; j < KEYS / 8; j++) {
                     float& first = x[4 * j + 2 * i];
                     float& second = x[4 * j + 2 * i + 1];
-                    first = power_of_2(first * scale - base), second = power_of_2(second * scale - base);
+                    // Rounded as the largest was: one rounding less, and a large score's own power would not be 1.
+                    first = power_of_2(__fmul_rn(first, scale) - base), second = power_of_2(__fmul_rn(second, scale) - base);
                     total[i] += first + second;
                 }
             }
@@ -459,7 +475,6 @@ __device__ inline void score(Shared& s, const Cache& window, const Cache& compre
             }
             if (t == 0) s.factor[turn][head] = shrink[0], s.factor[turn][head + 8] = shrink[1];
             if (lane == 0) s.said[turn][warp] = moved ? MOVED : SAME;
-            stores_before_matrices();
             warp_arrive(&s.told[turn], lane);
             if (turn ^= 1; turn == 0) turn_phase ^= 1;
             if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -507,13 +522,35 @@ __device__ inline void store(const Sums& sums, const float (&share)[2], const Ou
     }
 }
 
-__device__ inline void keep(const Sums& sums, Part& part, int head, int half, int lane) {
+__device__ inline u32 half_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ inline float2 of_half_pair(u32 pair) {
+    float2 v;
+    asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(v.x), "=f"(v.y) : "r"(pair));
+    return v;
+}
+
+__device__ inline void keep(const Sums& sums, Shared& s, int head, int half, int lane) {
     int t = lane % 4;
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2; i++) {
+        float largest = 0;
 #pragma unroll
-        for (int j = 0; j < 32; j++)
-            *(float2*)&part.sums[head + 8 * i][half * 256 + 8 * j + 2 * t] = make_float2(sums[4 * j + 2 * i], sums[4 * j + 2 * i + 1]);
+        for (int j = 0; j < 32; j++) largest = fmaxf(largest, fmaxf(fabsf(sums[4 * j + 2 * i]), fabsf(sums[4 * j + 2 * i + 1])));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        // The largest becomes 2^14 to 2^15, or less where its exponent leaves no room for the unit's.
+        int exponent = max(__float_as_int(largest) >> 23, 15);
+        float per_unit = __int_as_float((268 - exponent) << 23);
+        if (t == 0) s.ends.unit[head + 8 * i][half] = __int_as_float((exponent - 14) << 23);
+        u16* row = s.part.sums[head + 8 * i] + half * 256 + 2 * t;
+#pragma unroll
+        for (int j = 0; j < 32; j++) *(u32*)(row + 8 * j) = half_pair(sums[4 * j + 2 * i] * per_unit, sums[4 * j + 2 * i + 1] * per_unit);
+    }
 }
 
 __device__ inline void sum(Shared& s, const Output& out, int num_tokens, int half, int thread) {
@@ -549,7 +586,7 @@ __device__ inline void sum(Shared& s, const Output& out, int num_tokens, int hal
         }
         if (ranks > 1) {
             meet<2, 2 * GROUP>();  // the keys, whose place the part takes, have been read
-            keep(sums, s.part, head, half, lane);
+            keep(sums, s, head, half, lane);
         } else {
             float share[2] = {s.factor[turn][head], s.factor[turn][head + 8]};
             warp_arrive(&s.taken[turn], lane);
@@ -559,56 +596,72 @@ __device__ inline void sum(Shared& s, const Output& out, int num_tokens, int hal
     }
 }
 
-// The parts of a cluster's CTAs, added up by the summing groups, each CTA a share of the numbers, each warp 128 dims of a
-// head at a time. Loads from other CTAs are slow: those of AT_ONCE heads and RANKS_AT_ONCE CTAs are begun together.
-__device__ inline void combine(Shared& s, const Output& out, int thread) {
-    const int AT_ONCE = 4, RANKS_AT_ONCE = 4;
-    u32 ranks = cluster_size(), lane = thread % 32;
+__device__ inline uint4 load_remote_16(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+    return v;
+}
+
+// The parts of a cluster's CTAs, added up by the summing groups: each warp takes half of a head's dims at a time, and the
+// warps of all CTAs take turns. Loads of AT_ONCE of them and of RANKS_AT_ONCE CTAs are begun together.
+__device__ inline void combine(Shared& s, const Output& out, int warp, int lane) {
+    const int AT_ONCE = 4, RANKS_AT_ONCE = 4, ALL = HEADS * 2;
+    u32 ranks = cluster_size(), step = ranks * 8;
     int token = blockIdx.x / ranks;
-    const u32 all = HEADS * DIMS / 4, stride = ranks * 2 * GROUP;
-    for (u32 first = cluster_rank() * 2 * GROUP + thread; first < all; first += AT_ONCE * stride) {
-        float top[AT_ONCE], total[AT_ONCE], factor[AT_ONCE];  // of the CTA `lane`
-        float4 sum[AT_ONCE] = {};
+    for (u32 first = cluster_rank() + ranks * warp; first < ALL; first += AT_ONCE * step) {
+        float top[AT_ONCE], total[AT_ONCE], unit[AT_ONCE], factor[AT_ONCE];  // of the CTA `lane`
+        float sum[AT_ONCE][8] = {};
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
-            u32 head = min(first + n * stride, all - 1) / (DIMS / 4);
-            top[n] = lane < ranks ? load_remote(in_rank(address(&s.ends.top[head]), lane)) : -INFINITY_F;
-            total[n] = lane < ranks ? load_remote(in_rank(address(&s.ends.total[head]), lane)) : 0;
+            u32 at = min(first + n * step, ALL - 1), head = at / 2;
+            bool live = lane < ranks;
+            u32 rank = live ? lane : 0;
+            top[n] = live ? load_remote(in_rank(address(&s.ends.top[head]), rank)) : -INFINITY_F;
+            total[n] = live ? load_remote(in_rank(address(&s.ends.total[head]), rank)) : 0;
+            unit[n] = live ? load_remote(in_rank(address(&s.ends.unit[head][at % 2]), rank)) : 0;
         }
         for (u32 r = 0; r < ranks; r += RANKS_AT_ONCE) {
-            float4 v[RANKS_AT_ONCE][AT_ONCE];
+            uint4 v[RANKS_AT_ONCE][AT_ONCE];
 #pragma unroll
             for (int m = 0; m < RANKS_AT_ONCE; m++)
 #pragma unroll
                 for (int n = 0; n < AT_ONCE; n++) {
-                    u32 at = first + n * stride;
-                    if (r + m < ranks && at < all)
-                        v[m][n] = load_remote_4(in_rank(address(&s.part.sums[at / (DIMS / 4)][at % (DIMS / 4) * 4]), r + m));
+                    u32 at = first + n * step;
+                    if (r + m < ranks && at < ALL) v[m][n] = load_remote_16(in_rank(address(&s.part.sums[at / 2][at % 2 * 256 + lane * 8]), r + m));
                 }
             if (r == 0)
 #pragma unroll
                 for (int n = 0; n < AT_ONCE; n++) {
-                    u32 head = min(first + n * stride, all - 1) / (DIMS / 4);
+                    u32 head = min(first + n * step, ALL - 1) / 2;
                     float highest = top[n];
+#pragma unroll
                     for (int far = MAX_RANKS / 2; far; far /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, far));
                     float part = power_of_2(top[n] - (highest == -INFINITY_F ? 0 : highest)), whole = total[n] * part;
+#pragma unroll
                     for (int far = MAX_RANKS / 2; far; far /= 2) whole += __shfl_xor_sync(0xffffffffu, whole, far);
-                    factor[n] = part * share_of(highest, whole, s.ends.sink[head]);
+                    factor[n] = part * share_of(highest, whole, s.ends.sink[head]) * unit[n];
                 }
 #pragma unroll
             for (int m = 0; m < RANKS_AT_ONCE; m++)
 #pragma unroll
                 for (int n = 0; n < AT_ONCE; n++) {
                     float f = __shfl_sync(0xffffffffu, factor[n], r + m);
-                    if (r + m < ranks && first + n * stride < all)
-                        sum[n].x += v[m][n].x * f, sum[n].y += v[m][n].y * f, sum[n].z += v[m][n].z * f, sum[n].w += v[m][n].w * f;
+                    if (r + m < ranks && first + n * step < ALL) {
+                        const u32 words[4] = {v[m][n].x, v[m][n].y, v[m][n].z, v[m][n].w};
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            float2 two = of_half_pair(words[i]);
+                            sum[n][2 * i] += two.x * f, sum[n][2 * i + 1] += two.y * f;
+                        }
+                    }
                 }
         }
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
-            u32 at = first + n * stride, head = at / (DIMS / 4), dim = at % (DIMS / 4) * 4;
-            if (at < all && head < out.num_heads)
-                *(uint2*)(out.data + token * out.token_stride + head * out.head_stride + dim) = make_uint2(pair_of(sum[n].x, sum[n].y), pair_of(sum[n].z, sum[n].w));
+            u32 at = first + n * step, head = at / 2;
+            u16* to = out.data + token * out.token_stride + head * out.head_stride + at % 2 * 256 + lane * 8;
+            if (at < ALL && head < out.num_heads)
+                *(uint4*)to = make_uint4(pair_of(sum[n][0], sum[n][1]), pair_of(sum[n][2], sum[n][3]), pair_of(sum[n][4], sum[n][5]), pair_of(sum[n][6], sum[n][7]));
         }
     }
 }
@@ -653,7 +706,7 @@ many_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 o
         sum(s, output, num_tokens, group - 1, thread);
         if (shared_token) {
             cluster_meet();
-            combine(s, output, threadIdx.x - GROUP);
+            combine(s, output, (group - 1) * 4 + __shfl_sync(0xffffffffu, thread / 32, 0), thread % 32);
             cluster_meet();  // no CTA's memory goes while another reads it
         }
     }
