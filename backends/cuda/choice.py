@@ -15,8 +15,8 @@ MOST_OURS = 64
 
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
-# docs/performance.md. "Few heads on one H200": the kernel for few heads takes 0.52 to 0.82 of the time of FlashMLA,
-# which pads to 64 heads, at 1 to 512 tokens. "Attention of the portable backend on one H200": FlashMLA is faster than
+# docs/performance.md. "Few heads on one H200" and "Up to 64 heads on one H200": what our kernels take of the time of
+# FlashMLA, which pads to 64 heads, at 1 to 512 tokens. "Attention of the portable backend on one H200": FlashMLA is faster than
 # the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64. Head counts over 64 and
 # SM100 were not measured.
 _TABLES: dict[str, dict[int, dict[int, str]]] = {
@@ -29,7 +29,7 @@ _TABLES: dict[str, dict[int, dict[int, str]]] = {
 @dataclass(frozen=True)
 class Choice:
     """The kernel of each call on `arch`: what DSV41_FLASHMLA_KERNEL named when this was made, or else the fastest that
-    was measured, of those that are there: `missing` is why the kernel for few heads is not, None where it is."""
+    was measured, of those that are there: `missing` is why our kernels for Hopper are not, None where they are."""
 
     arch: str
     missing: str | None

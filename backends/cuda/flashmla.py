@@ -1,8 +1,7 @@
 """FlashMLA's sparse attention over 584-byte records (SM90, SM100); everything around it is the portable backend's.
 
 Two of its kernels: one that reads records in place, for decode and for whatever is not worth more, and one for prefill
-over rows gathered in bf16 (`prefill.py` decides). Where few heads would be padded to 64, a kernel of our own is faster
-(`choice.py` decides). Queries come rotated, and `o_proj` rotates the output back.
+over rows gathered in bf16 (`prefill.py` decides). On Hopper kernels of our own are faster (`choice.py` decides). Queries come rotated, and `o_proj` rotates the output back.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class SelectedRows:
 
 
 class FlashMLABackend(PortableBackend):
-    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and for few heads by a kernel of ours.
+    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
 
     The library is imported when the first step is planned, or before by `library`.
     """
@@ -116,7 +115,8 @@ class FlashMLABackend(PortableBackend):
             return num_heads
         if num_heads <= MOST_OURS and self.choice.missing is not None and self.arch == hopper.TARGET:
             warnings.warn(
-                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at about twice the time: {self.choice.missing}",
+                f"{num_heads} heads a rank are FlashMLA's, which pads to {_HEADS[0]}, and not our faster kernels': "
+                f"{self.choice.missing}",
                 stacklevel=2,
             )
         return next(heads for heads in _HEADS if heads >= num_heads)
