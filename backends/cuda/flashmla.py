@@ -1,7 +1,8 @@
 """FlashMLA's sparse attention over 584-byte records (SM90, SM100); everything around it is the portable backend's.
 
 Two of its kernels: one that reads records in place, for decode and for whatever is not worth more, and one for prefill
-over rows gathered in bf16 (`prefill.py` decides). On Hopper kernels of our own are faster (`choice.py` decides). Queries come rotated, and `o_proj` rotates the output back.
+over rows gathered in bf16 (`prefill.py` decides). On Hopper kernels of our own are faster (`choice.py` decides).
+Queries come rotated, and `o_proj` rotates the output back.
 """
 
 from __future__ import annotations

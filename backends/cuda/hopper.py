@@ -1,4 +1,4 @@
-"""Attention over 584-byte records on Hopper by kernels of ours: the launch of `kernels/few_heads.cu`, `many_heads.cu`."""
+"""Attention over 584-byte records on Hopper, by our `kernels/few_heads.cu` and `kernels/many_heads.cu`: their launch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Build:
 
     @property
     def name(self) -> str:
-        return " ".join((self.kernel, f"heads={self.heads}", *(f"{k.lower()}={v}" for k, v in self.own_defines.items())))
+        return " ".join(
+            (self.kernel, f"heads={self.heads}", *(f"{k.lower()}={v}" for k, v in self.own_defines.items()))
+        )
 
     @property
     def defines(self) -> dict[str, int]:
@@ -128,7 +130,9 @@ def attend(
     parts = [(window, window_indices, window_lengths)]
     if compressed is not None:
         if compressed_indices is None or compressed_lengths is None:
-            raise BackendError("attend_records has a compressed cache without its indices: expected both; give lengths too")
+            raise BackendError(
+                "attend_records has a compressed cache without its indices: expected both; give lengths too"
+            )
         parts.append((compressed, compressed_indices, compressed_lengths))
     _check(q, num_heads, sink, parts, out)
     if tokens == 0:

@@ -89,7 +89,11 @@ __device__ inline void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
 }
 
 // The bytes 0 and 2, and 1 and 3, of a word of e4m3 as two bf16, over 2^120: sign to sign, the rest four bits lower.
-__device__ inline u32 even_bytes(u32 w) { return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07f007f0u); }
+__device__ inline u32 even_bytes(u32 w) {
+    u32 wide;  // with the sign in all of the upper byte
+    asm("prmt.b32 %0, %1, 0, 0xa280;" : "=r"(wide) : "r"(w));
+    return (wide << 4) & 0x87f087f0u;
+}
 __device__ inline u32 odd_bytes(u32 w) { return (w & 0x80008000u) | ((w >> 4) & 0x07f007f0u); }
 
 // 2^(byte - 127); byte 0 is a subnormal of fp32.
@@ -319,12 +323,11 @@ __device__ inline void multiply_sums(Sums& sums, const float (&by)[N_TILES], flo
 }
 
 // Adds a tile's rows in the 64 dims of a group to sums that are over 2^60 and relative to the scale byte `largest`.
-__device__ inline void mix_coded(Sums& sums, u32& largest, const Tile& tile, const float (&weights)[N_TILES][8], int group, int lane) {
-    int t = lane & 3;
+__device__ inline void mix_coded(Sums& sums, u32& largest, const Tile& tile, const u32 (&both)[8], const float (&weights)[N_TILES][8], int group, int lane) {
     u32 scales[8], found = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        scales[i] = tile.scales[((i >> 1) * 8 + 2 * t + (i & 1)) * SCALE_BYTES + group];
+        scales[i] = group & 1 ? both[i] >> 8 : both[i] & 255;
         found = max(found, scales[i]);
     }
     found = __reduce_max_sync(0xffffffffu, found);
@@ -430,8 +433,11 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
                 multiply_sums(left, shrink, 1, lane);
                 multiply_sums(right, shrink, 1, lane);
             }
-            mix_coded(left, largest_left, rows, weights, 2 * warp, lane);
-            if (warp < COMPUTE_WARPS - 1) mix_coded(right, largest_right, rows, weights, 2 * warp + 1, lane);
+            u32 scales[8];  // of the keys of `weights`, of both groups
+#pragma unroll
+            for (int i = 0; i < 8; i++) scales[i] = *(const u16*)(rows.scales + ((i >> 1) * 8 + 2 * t + (i & 1)) * SCALE_BYTES + 2 * warp);
+            mix_coded(left, largest_left, rows, scales, weights, 2 * warp, lane);
+            if (warp < COMPUTE_WARPS - 1) mix_coded(right, largest_right, rows, scales, weights, 2 * warp + 1, lane);
             else mix_rotated(right, rows, weights, lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(&s.empty[stage]);

@@ -141,9 +141,7 @@ def hopper_double(
     out[:, :num_heads] = found[:, 0, :num_heads]
 
 
-def test_our_kernels_are_given_what_the_library_would_be(
-    dyadic: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_kernels_are_given_what_the_library_would_be(dyadic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are not padded, nothing is planned for the library or reserved for it, and it is not called."""
     monkeypatch.setattr(hopper, "attend", hopper_double)
     library = FlashMLA()
