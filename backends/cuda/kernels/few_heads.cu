@@ -37,7 +37,7 @@ struct Tile {
 
 // What a CTA has of a token when its tiles are done, for the other CTAs of its cluster.
 struct Part {
-    float sums[HEADS][DIMS];  // relative to 2^top
+    float sums[HEADS][DIMS + 4];  // relative to 2^top; four heads that are two apart have 32 banks
     float top[HEADS], total[HEADS];
     float factor[MAX_RANKS][HEADS];
 };
@@ -149,6 +149,8 @@ __device__ inline void fetch_row(const Cache& cache, Tile& tile, int slot, int l
 
 __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compressed, int num_tokens, int lane) {
     u32 ranks = cluster_size(), rank = cluster_rank();
+    prefetch_indices(window, blockIdx.x / ranks, lane, 32);
+    prefetch_indices(compressed, blockIdx.x / ranks, lane, 32);
     int stage = 0;
     u32 phase = 1;  // a fresh barrier lets the first round pass
     for (int token = blockIdx.x / ranks; token < num_tokens; token += gridDim.x / ranks) {
@@ -375,18 +377,26 @@ __device__ inline void mix_rotated(Sums& sums, const Tile& tile, const float (&w
         }
 }
 
-// What the sums are, as they go to the output or to the other CTAs of the cluster. `put(head, dim, value)`.
+// The sums, as they go to the output or to the other CTAs of the cluster: `put(head, dim, of dim, of dim + 1)`.
 template <class Put>
 __device__ inline void put_sums(const Sums& sums, int group, bool rotated, int lane, Put put) {
     int g = lane >> 2, t = lane & 3;
+    bool odd = g & 1;
 #pragma unroll
     for (int part = 0; part < 4; part++)
 #pragma unroll
         for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int dim = group * 64 + part * 16 + (rotated ? g + 8 * (i >> 1) : 2 * g + (i >> 1));
-                put(n * 8 + 2 * t + (i & 1), dim, sums[part][n][i]);
+            for (int i = 0; i < 2; i++) {
+                int head = n * 8 + 2 * t + i, dim = group * 64 + part * 16;
+                float first = sums[part][n][i], second = sums[part][n][i + 2];
+                if (rotated) {
+                    // Of dims g and g + 8; of two neighbours the even g takes both lower ones, the odd one both upper.
+                    float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
+                    put(head, dim + (odd ? g + 7 : g), odd ? other : first, odd ? second : other);
+                } else {
+                    put(head, dim + 2 * g, first, second);
+                }
             }
 }
 
@@ -468,14 +478,14 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
             }
             multiply_sums(left, share, 1, lane);
             multiply_sums(right, share, 1, lane);
-            auto store = [&](int head, int dim, float value) {
-                if (head < out.num_heads) out.data[token * out.token_stride + head * out.head_stride + dim] = (u16)pair_of(value, 0);
+            auto store = [&](int head, int dim, float first, float second) {
+                if (head < out.num_heads) *(u32*)(out.data + token * out.token_stride + head * out.head_stride + dim) = pair_of(first, second);
             };
             put_sums(left, 2 * warp, false, lane, store);
             put_sums(right, 2 * warp + 1, rotated, lane, store);
         } else {
             compute_warps_meet();  // the tiles, whose place the part takes, have been read
-            auto keep = [&](int head, int dim, float value) { s.part.sums[head][dim] = value; };
+            auto keep = [&](int head, int dim, float first, float second) { *(float2*)&s.part.sums[head][dim] = make_float2(first, second); };
             put_sums(left, 2 * warp, false, lane, keep);
             put_sums(right, 2 * warp + 1, rotated, lane, keep);
             if (warp == 0 && t == 0)

@@ -256,11 +256,6 @@ struct Walk {
     }
 };
 
-// Indices come from memory at the same time as the lengths, which say how many there are.
-__device__ inline void prefetch_indices(const Cache& cache, int token, int thread) {
-    if (thread * 32 < cache.width) asm volatile("prefetch.global.L2 [%0];" ::"l"(cache.indices + (i64)token * cache.width + thread * 32));
-}
-
 __device__ inline void copy_row(Raw& raw, const Place& place, const Cache& window, const Cache& compressed, const Divider (&pages)[2], int thread) {
     int lane = thread % 32;
     Cache cache = one_of(place.in_window, window, compressed);
@@ -327,8 +322,8 @@ __device__ inline void widen_row(const uint4 (&chunks)[CHUNKS], u64 scales, u32 
 
 __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compressed, int num_tokens, int thread) {
     int lane = thread % 32, warp = thread / 32, row = thread / 4, in_eight = row % 8;
-    prefetch_indices(window, blockIdx.x / cluster_size(), thread);
-    prefetch_indices(compressed, blockIdx.x / cluster_size(), thread);
+    prefetch_indices(window, blockIdx.x / cluster_size(), thread, GROUP);
+    prefetch_indices(compressed, blockIdx.x / cluster_size(), thread, GROUP);
     Walk walk(window, compressed, num_tokens);
     const Divider pages[2] = {window.page_size, compressed.page_size};
     // Indices are read two slices before they are used.
