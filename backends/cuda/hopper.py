@@ -77,7 +77,7 @@ def _whole(shared_bytes: int) -> int:
     return -(-shared_bytes // 16) * 16
 
 
-BUILDS = (few(8, 5), few(16, 4), many(32, 3, 3))
+BUILDS = (few(8, 5), few(16, 4), many(64, 2, 1))
 
 
 def build_for(num_heads: int) -> Build:

@@ -28,13 +28,6 @@ __device__ inline Cache one_of(bool first, const Cache& a, const Cache& b) {
             first ? a.indices : b.indices, first ? a.lengths : b.lengths, first ? a.width : b.width};
 }
 
-// Indices come from memory at the same time as the lengths, which say how many there are.
-__device__ inline void prefetch_indices(const Cache& cache, int token, int thread, int threads) {
-    const int LINE = 32;
-    for (int i = thread * LINE; i < cache.width; i += threads * LINE)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(cache.indices + (i64)token * cache.width + i));
-}
-
 __device__ inline u32 address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
 __device__ inline void barrier_init(u64* barrier, u32 count) {

@@ -149,8 +149,6 @@ __device__ inline void fetch_row(const Cache& cache, Tile& tile, int slot, int l
 
 __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compressed, int num_tokens, int lane) {
     u32 ranks = cluster_size(), rank = cluster_rank();
-    prefetch_indices(window, blockIdx.x / ranks, lane, 32);
-    prefetch_indices(compressed, blockIdx.x / ranks, lane, 32);
     int stage = 0;
     u32 phase = 1;  // a fresh barrier lets the first round pass
     for (int token = blockIdx.x / ranks; token < num_tokens; token += gridDim.x / ranks) {

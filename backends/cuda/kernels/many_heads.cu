@@ -204,17 +204,6 @@ __device__ inline Span span_of(const Cache& window, const Cache& compressed, con
 
 // Fetching
 
-// Divides numbers below 2^31 by one number, by a product.
-struct Divider {
-    u32 factor, shift;
-
-    __device__ Divider(u32 by) {
-        shift = 63 - __clz(by - 1);  // 31 + the logarithm, rounded up
-        factor = (u32)(((1ull << shift) + by - 1) / by);
-    }
-    __device__ u32 divide(u32 x) const { return (u32)((u64)x * factor >> shift); }
-};
-
 // Where a lane's row of a slice lies: a slot of one of the caches, -1 for none.
 struct Place {
     bool exists;  // the slice; the same in all lanes
@@ -256,12 +245,11 @@ struct Walk {
     }
 };
 
-__device__ inline void copy_row(Raw& raw, const Place& place, const Cache& window, const Cache& compressed, const Divider (&pages)[2], int thread) {
+__device__ inline void copy_row(Raw& raw, const Place& place, const Cache& window, const Cache& compressed, int thread) {
     int lane = thread % 32;
     Cache cache = one_of(place.in_window, window, compressed);
     bool live = (u32)place.slot < cache.rows;
-    u32 slot = live ? place.slot : 0;
-    u32 page = (place.in_window ? pages[0] : pages[1]).divide(slot), in_page = slot - page * cache.page_size;
+    u32 slot = live ? place.slot : 0, page = slot / cache.page_size, in_page = slot - page * cache.page_size;
     const u8* from = cache.data + page * cache.page_stride;
     const u8* row = from + in_page * ROW_BYTES + lane % 4 * 16;
     u32 to = address(&raw.chunks[0][thread]);
@@ -322,16 +310,13 @@ __device__ inline void widen_row(const uint4 (&chunks)[CHUNKS], u64 scales, u32 
 
 __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compressed, int num_tokens, int thread) {
     int lane = thread % 32, warp = thread / 32, row = thread / 4, in_eight = row % 8;
-    prefetch_indices(window, blockIdx.x / cluster_size(), thread, GROUP);
-    prefetch_indices(compressed, blockIdx.x / cluster_size(), thread, GROUP);
     Walk walk(window, compressed, num_tokens);
-    const Divider pages[2] = {window.page_size, compressed.page_size};
     // Indices are read two slices before they are used.
     Place next = walk.take(row), after = walk.take(row);
     int begun = 0;
     auto begin = [&](Raw& raw) {
         if (next.exists) {
-            copy_row(raw, next, window, compressed, pages, thread);
+            copy_row(raw, next, window, compressed, thread);
             begun++;
         }
         copies_end();
@@ -598,11 +583,13 @@ __device__ inline uint4 load_remote_16(u32 from) {
 }
 
 // The parts of a cluster's CTAs, added up by the summing groups: each warp takes half of a head's dims at a time, and the
-// warps of all CTAs take turns. Loads of AT_ONCE of them and of RANKS_AT_ONCE CTAs are begun together.
+// warps of all CTAs take turns. Loads of AT_ONCE of them and of RANKS_AT_ONCE CTAs are begun together; more of either is
+// code that each CTA reads from memory to run it once.
 __device__ inline void combine(Shared& s, const Output& out, int warp, int lane) {
-    const int AT_ONCE = 4, RANKS_AT_ONCE = 4, ALL = HEADS * 2;
+    const int AT_ONCE = 2, RANKS_AT_ONCE = 4, ALL = HEADS * 2;
     u32 ranks = cluster_size(), step = ranks * 8;
     int token = blockIdx.x / ranks;
+#pragma unroll 1
     for (u32 first = cluster_rank() + ranks * warp; first < ALL; first += AT_ONCE * step) {
         float top[AT_ONCE], total[AT_ONCE], unit[AT_ONCE], factor[AT_ONCE];  // of the CTA `lane`
         float sum[AT_ONCE][8] = {};
@@ -615,6 +602,7 @@ __device__ inline void combine(Shared& s, const Output& out, int warp, int lane)
             total[n] = live ? load_remote(in_rank(address(&s.ends.total[head]), rank)) : 0;
             unit[n] = live ? load_remote(in_rank(address(&s.ends.unit[head][at % 2]), rank)) : 0;
         }
+#pragma unroll 1
         for (u32 r = 0; r < ranks; r += RANKS_AT_ONCE) {
             uint4 v[RANKS_AT_ONCE][AT_ONCE];
 #pragma unroll
