@@ -94,7 +94,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     target = meeting["target"]
     choice = DryFlashMLA(target).choice
-    ours = {spec.num_heads for spec in meeting["specs"] if choice.kernel(spec.num_heads, 1) == HOPPER}
+    ours = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
     return {
         "variants": [aot.listed(variant) for variant in triton_builds]

@@ -10,17 +10,22 @@ from dsv41.errors import BackendError
 ENV_KERNEL = "DSV41_FLASHMLA_KERNEL"
 FLASHMLA, HOPPER, PORTABLE = "flashmla", "hopper", "portable"
 KERNELS = (FLASHMLA, HOPPER, PORTABLE)
-MOST_OURS = 64
-"""Heads that our kernels for Hopper take."""
+MOST_FEW, MOST_OURS = 16, 64
+"""Heads that our kernel for few takes, and those that our kernels for Hopper take."""
 
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
-# docs/performance.md. "Few heads on one H200" and "Up to 64 heads on one H200": what our kernels take of the time of
-# FlashMLA, which pads to 64 heads, at 1 to 512 tokens. "Attention of the portable backend on one H200": FlashMLA is
-# faster than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64. Head counts
-# over 64 and SM100 were not measured.
+# docs/performance.md. "Few heads on one H200": 0.51 to 0.83 of the time of FlashMLA, which pads to 64 heads, at 1 to
+# 512 tokens. "Up to 64 heads on one H200": slower than FlashMLA at 1 and 4 tokens, 0.56 to 0.93 of its time at 16 to
+# 512; with more tokens its kernel for prefill is faster, where rows are worth gathering. "Attention of the portable
+# backend on one H200": FlashMLA is faster than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads
+# to 2.08 at 128 with 64. Head counts over 64 and SM100 were not measured.
 _TABLES: dict[str, dict[int, dict[int, str]]] = {
-    "sm_90": {MOST_OURS: {_EVER: HOPPER}, 128: {_EVER: FLASHMLA}},
+    "sm_90": {
+        MOST_FEW: {_EVER: HOPPER},
+        MOST_OURS: {8: FLASHMLA, 512: HOPPER, _EVER: FLASHMLA},
+        128: {_EVER: FLASHMLA},
+    },
     "sm_100": {128: {_EVER: FLASHMLA}},
     "sm_103": {128: {_EVER: FLASHMLA}},
 }
@@ -62,8 +67,11 @@ class Choice:
         best = next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
         return best if best != HOPPER or self.missing is None else FLASHMLA
 
+    def kernels(self, num_heads: int) -> set[str]:
+        """Of all calls with so many heads."""
+        table = _TABLES.get(self.arch, _TABLES["sm_100"])
+        return {self.kernel(num_heads, tokens) for row in table.values() for tokens in row}
+
     def pads(self, num_heads: int) -> bool:
         """Whether some call with so many heads is FlashMLA's, which takes 64 or 128."""
-        table = _TABLES.get(self.arch, _TABLES["sm_100"])
-        borders = [tokens for row in table.values() for tokens in row]
-        return any(self.kernel(num_heads, tokens) == FLASHMLA for tokens in borders)
+        return FLASHMLA in self.kernels(num_heads)

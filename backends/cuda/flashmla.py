@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from dsv41.backends.cuda import hopper
-from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_OURS, PORTABLE, Choice
+from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
 from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
@@ -114,10 +114,9 @@ class FlashMLABackend(PortableBackend):
             )
         if not self.choice.pads(num_heads):
             return num_heads
-        if num_heads <= MOST_OURS and self.choice.missing is not None and self.arch == hopper.TARGET:
+        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == hopper.TARGET:
             warnings.warn(
-                f"{num_heads} heads a rank are FlashMLA's, which pads to {_HEADS[0]}, and not our faster kernels': "
-                f"{self.choice.missing}",
+                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at about twice the time: {self.choice.missing}",
                 stacklevel=2,
             )
         return next(heads for heads in _HEADS if heads >= num_heads)

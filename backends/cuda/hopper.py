@@ -1,4 +1,4 @@
-"""Attention over 584-byte records on Hopper, by our `kernels/few_heads.cu` and `kernels/many_heads.cu`: their launch."""
+"""Attention over 584-byte records on Hopper: the launch of `kernels/few_heads.cu` and of `kernels/many_heads.cu`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _RANKS = (10, 8, 5, 4, 3, 2)
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel for at most `heads` query heads: the file that it is in, what is defined when it is compiled, the rows of
-    its tiles, and what a CTA of it has. `shared_bytes` are those of `Shared` in the source, which checks them."""
+    """A kernel for at most `heads` query heads: its file, what is defined when it is compiled, the rows of its tiles, and
+    what a CTA of it has. `shared_bytes` are those of `Shared` in the source, which checks them."""
 
     kernel: str
     heads: int
