@@ -26,8 +26,8 @@ _RANKS = (10, 8, 5, 4, 3, 2)
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel for at most `heads` query heads: its file, what is defined when it is compiled, the rows of its tiles, and
-    what a CTA of it has. `shared_bytes` are those of `Shared` in the source, which checks them."""
+    """A kernel for at most `heads` query heads: its file, what is defined when it is compiled, the rows of its tiles,
+    and what a CTA of it has. `shared_bytes` are those of `Shared` in the source, which checks them."""
 
     kernel: str
     heads: int
