@@ -1,7 +1,7 @@
 """Our CUDA C++ kernels compiled ahead of time, without a GPU, and what a configuration can meet on FlashMLA's backend.
 
 `python -m dsv41.backends.cuda.aot` is a worker that answers as `backends/portable/aot.py` does. Its payloads are of two
-forms: those of that module for Triton's kernels, and "hopper:8" for the build of `hopper.BUILDS` for 8 heads.
+forms: those of that module for Triton's kernels, and "hopper:0" for the first of `hopper.BUILDS`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         payload = request["compile"]
         if not payload.startswith(_PREFIX):
             return aot.answer(request)
-        heads = int(payload.removeprefix(_PREFIX))
-        figures, cached = compile_ours(hopper.build_for(heads))
+        figures, cached = compile_ours(hopper.BUILDS[int(payload.removeprefix(_PREFIX))])
         return {"figures": asdict(figures), "cached": cached}
     if "list" in request:
         why = nvrtc.missing() if TARGET in request["list"] else None
@@ -98,7 +97,7 @@ def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
     return {
         "variants": [aot.listed(variant) for variant in triton_builds]
-        + _listed(sorted({hopper.build_for(heads) for heads in ours}, key=lambda build: build.heads)),
+        + _listed(sorted({build for heads in ours for build in hopper.builds_for(heads)}, key=hopper.BUILDS.index)),
         "skipped": {},
         "triton": triton.__version__,
         "cache": f"{knobs.cache.dir}, {nvrtc.cache_folder()}",
@@ -111,7 +110,7 @@ def _listed(builds: Iterable[hopper.Build]) -> list[dict[str, str]]:
             "name": build.name,
             "target": TARGET,
             "kind": "attention",
-            "payload": f"{_PREFIX}{build.heads}",
+            "payload": f"{_PREFIX}{hopper.BUILDS.index(build)}",
         }
         for build in builds
     ]

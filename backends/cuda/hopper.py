@@ -77,17 +77,25 @@ def _whole(shared_bytes: int) -> int:
     return -(-shared_bytes // 16) * 16
 
 
-BUILDS = (few(8, 5), few(16, 4), many(64, 2, 1))
+_EVER = 1 << 62
+# For at most so many heads: the build for at most so many tokens. Small tiles begin sooner, large ones end sooner.
+_TABLE = {8: {_EVER: few(8, 5)}, 16: {_EVER: few(16, 4)}, 64: {8: many(32, 3, 3), _EVER: many(64, 2, 1)}}
+BUILDS = tuple(build for by_tokens in _TABLE.values() for build in by_tokens.values())
 
 
-def build_for(num_heads: int) -> Build:
-    """The smallest that holds `num_heads`. Raises BackendError for more than 64."""
-    for build in BUILDS:
-        if num_heads <= build.heads:
-            return build
+def build_for(num_heads: int, tokens: int) -> Build:
+    """The fastest that was measured. Raises BackendError for more than 64 heads."""
+    for heads, by_tokens in _TABLE.items():
+        if num_heads <= heads:
+            return next(build for most, build in by_tokens.items() if tokens <= most)
     raise BackendError(
         f"our kernels for Hopper were given {num_heads} query heads: expected at most {MOST_OURS}; use another kernel"
     )
+
+
+def builds_for(num_heads: int) -> list[Build]:
+    """Those of calls of any number of tokens."""
+    return list(next(by_tokens for heads, by_tokens in _TABLE.items() if num_heads <= heads).values())
 
 
 def why_not() -> str | None:
@@ -126,7 +134,7 @@ def attend(
     Raises BackendError for more than 64 heads, and for tensors that the kernel would misread.
     """
     tokens = q.shape[0]
-    build = build_for(num_heads)
+    build = build_for(num_heads, tokens)
     parts = [(window, window_indices, window_lengths)]
     if compressed is not None:
         if compressed_indices is None or compressed_lengths is None:

@@ -139,9 +139,9 @@ def test_a_compressed_cache_without_its_rows_is_refused() -> None:
 
 
 def test_the_smallest_build_is_taken() -> None:
-    assert [build_for(heads).heads for heads in (1, 8, 9, 16, 17, 64)] == [8, 8, 16, 16, 64, 64]
+    assert [build_for(heads, 512).heads for heads in (1, 8, 9, 16, 17, 64)] == [8, 8, 16, 16, 64, 64]
     with pytest.raises(BackendError, match="given 65 query heads: expected at most 64"):
-        build_for(65)
+        build_for(65, 1)
 
 
 # On a Hopper GPU
@@ -279,8 +279,10 @@ def test_any_sink(sink: float, heads: int) -> None:
     run(q, heads, sinks, 512**-0.5, parts, out)
     assert out.isfinite().all()
     assert not out[1].any()  # the token of no keys
-    expected = torch.zeros(()) if sink > 100 else exact(q, sinks, 512**-0.5, parts)
-    assert float((out.double().cpu() - expected.cpu()).norm()) < 1e-1
+    if sink > 100:
+        assert float(out.double().norm()) < 1e-1
+    else:
+        assert error(out, exact(q, sinks, 512**-0.5, parts)) < 4e-3
 
 
 @on_hopper
