@@ -1,7 +1,7 @@
 """Our CUDA C++ kernels compiled ahead of time, without a GPU, and what a configuration can meet on FlashMLA's backend.
 
 `python -m dsv41.backends.cuda.aot` is a worker that answers as `backends/portable/aot.py` does. Its payloads are of two
-forms: those of that module for Triton's kernels, and "few_heads:8" for the build of `few_heads.BUILDS` for 8 heads.
+forms: those of that module for Triton's kernels, and "hopper:0" for the first of `hopper.BUILDS`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import triton
 from triton import knobs
 
-from dsv41.backends.cuda import few_heads, nvrtc
-from dsv41.backends.cuda.choice import FEW_HEADS, Choice
+from dsv41.backends.cuda import hopper, nvrtc
+from dsv41.backends.cuda.choice import HOPPER, Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend
 from dsv41.backends.portable import aot, variants
 from dsv41.errors import BackendError
 
 TARGET = "sm_90"
 """The only one that our kernels are built for."""
-_PREFIX = "few_heads:"
+_PREFIX = "hopper:"
 _MATRIX = re.compile(r"\b[HIQ]G?MMA\.")
 
 
@@ -45,7 +45,7 @@ class DryFlashMLA(FlashMLABackend):
             get_mla_metadata=lambda: (None, None), flash_mla_with_kvcache=_written, flash_mla_sparse_fwd=_written
         )
 
-    def attend_few_heads(self, *arguments: Any) -> None:
+    def attend_on_hopper(self, *arguments: Any) -> None:
         arguments[-1].rotated_back = False
 
 
@@ -53,12 +53,11 @@ def _written(*, out: Any, **_: Any) -> None:
     """A call that writes its result into `out`."""
 
 
-def compile_few_heads(build: few_heads.Build) -> tuple[aot.Figures, bool]:
+def compile_ours(build: hopper.Build) -> tuple[aot.Figures, bool]:
     """Compile, or find in the cache, and read the figures; whether it was there. Raises as `nvrtc.cubin` does."""
-    request = ("few_heads", few_heads.ARCH, build.defines)
-    kept = nvrtc.kept_at(*request)
+    kept = nvrtc.kept_at(build.kernel, hopper.ARCH, build.defines)
     cached = kept.is_file()
-    code = nvrtc.cubin(*request)
+    code = build.cubin()
     registers, spilt = aot.cuda_usage(code)
     command = [knobs.nvidia.cuobjdump.path, "--dump-sass", str(kept)]
     assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -72,15 +71,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         payload = request["compile"]
         if not payload.startswith(_PREFIX):
             return aot.answer(request)
-        heads = int(payload.removeprefix(_PREFIX))
-        figures, cached = compile_few_heads(few_heads.build_for(heads))
+        figures, cached = compile_ours(hopper.BUILDS[int(payload.removeprefix(_PREFIX))])
         return {"figures": asdict(figures), "cached": cached}
     if "list" in request:
         why = nvrtc.missing() if TARGET in request["list"] else None
-        builds = few_heads.BUILDS if TARGET in request["list"] and why is None else ()
+        builds = hopper.BUILDS if TARGET in request["list"] and why is None else ()
         return {
             "variants": _listed(builds),
-            "skipped": {} if why is None else {f"few_heads on {TARGET}": " ".join(why.split())},
+            "skipped": {} if why is None else {f"our kernels on {TARGET}": " ".join(why.split())},
             "triton": triton.__version__,
             "cache": str(nvrtc.cache_folder()),
         }
@@ -95,24 +93,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     target = meeting["target"]
     choice = DryFlashMLA(target).choice
-    few = {spec.num_heads for spec in meeting["specs"] if choice.kernel(spec.num_heads, 1) == FEW_HEADS}
+    ours = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
     return {
         "variants": [aot.listed(variant) for variant in triton_builds]
-        + _listed(sorted({few_heads.build_for(heads) for heads in few}, key=lambda build: build.heads)),
+        + _listed(sorted({build for heads in ours for build in hopper.builds_for(heads)}, key=hopper.BUILDS.index)),
         "skipped": {},
         "triton": triton.__version__,
         "cache": f"{knobs.cache.dir}, {nvrtc.cache_folder()}",
     }
 
 
-def _listed(builds: Iterable[few_heads.Build]) -> list[dict[str, str]]:
+def _listed(builds: Iterable[hopper.Build]) -> list[dict[str, str]]:
     return [
         {
-            "name": f"few_heads heads={build.heads} stages={build.stages}",
+            "name": build.name,
             "target": TARGET,
             "kind": "attention",
-            "payload": f"{_PREFIX}{build.heads}",
+            "payload": f"{_PREFIX}{hopper.BUILDS.index(build)}",
         }
         for build in builds
     ]

@@ -8,19 +8,24 @@ from dataclasses import dataclass
 from dsv41.errors import BackendError
 
 ENV_KERNEL = "DSV41_FLASHMLA_KERNEL"
-FLASHMLA, FEW_HEADS, PORTABLE = "flashmla", "few-heads", "portable"
-KERNELS = (FLASHMLA, FEW_HEADS, PORTABLE)
-MOST_FEW = 16
-"""Heads that the kernel for few heads takes."""
+FLASHMLA, HOPPER, PORTABLE = "flashmla", "hopper", "portable"
+KERNELS = (FLASHMLA, HOPPER, PORTABLE)
+MOST_FEW, MOST_OURS = 16, 64
+"""Heads that our kernel for few takes, and those that our kernels for Hopper take."""
 
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
-# docs/performance.md. "Few heads on one H200": the kernel for few heads takes 0.52 to 0.82 of the time of FlashMLA,
-# which pads to 64 heads, at 1 to 512 tokens. "Attention of the portable backend on one H200": FlashMLA is faster than
-# the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64. Head counts over 64 and
-# SM100 were not measured.
+# docs/performance.md. "Few heads on one H200": 0.51 to 0.83 of the time of FlashMLA, which pads to 64 heads, at 1 to
+# 512 tokens. "Up to 64 heads on one H200": 0.56 to 0.94 of the time of FlashMLA at 1 to 512
+# tokens; with more its kernel for prefill is faster, where rows are worth gathering. "Attention of the portable
+# backend on one H200": FlashMLA is faster than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads
+# to 2.08 at 128 with 64. Head counts over 64 and SM100 were not measured.
 _TABLES: dict[str, dict[int, dict[int, str]]] = {
-    "sm_90": {MOST_FEW: {_EVER: FEW_HEADS}, 128: {_EVER: FLASHMLA}},
+    "sm_90": {
+        MOST_FEW: {_EVER: HOPPER},
+        MOST_OURS: {512: HOPPER, _EVER: FLASHMLA},
+        128: {_EVER: FLASHMLA},
+    },
     "sm_100": {128: {_EVER: FLASHMLA}},
     "sm_103": {128: {_EVER: FLASHMLA}},
 }
@@ -29,7 +34,7 @@ _TABLES: dict[str, dict[int, dict[int, str]]] = {
 @dataclass(frozen=True)
 class Choice:
     """The kernel of each call on `arch`: what DSV41_FLASHMLA_KERNEL named when this was made, or else the fastest that
-    was measured, of those that are there: `missing` is why the kernel for few heads is not, None where it is."""
+    was measured, of those that are there: `missing` is why our kernels for Hopper are not, None where they are."""
 
     arch: str
     missing: str | None
@@ -46,24 +51,27 @@ class Choice:
                 f"{ENV_KERNEL} is {os.environ[ENV_KERNEL]!r}: expected auto, {', '.join(KERNELS)}; name one of these, "
                 "or unset it"
             )
-        if named == FEW_HEADS and missing is not None:
+        if named == HOPPER and missing is not None:
             raise BackendError(
-                f"{ENV_KERNEL} is {FEW_HEADS!r}, which does not run here ({missing}): expected one of the others; name "
+                f"{ENV_KERNEL} is {HOPPER!r}, which does not run here ({missing}): expected one of the others; name "
                 "one, or unset it"
             )
         return Choice(arch, missing, named)
 
     def kernel(self, num_heads: int, num_tokens: int) -> str:
-        """Of a call of `num_tokens` tokens with `num_heads` live heads. FEW_HEADS by name serves what it can."""
-        if self.named is not None and (self.named != FEW_HEADS or num_heads <= MOST_FEW):
+        """Of a call of `num_tokens` tokens with `num_heads` live heads. HOPPER by name serves what it can."""
+        if self.named is not None and (self.named != HOPPER or num_heads <= MOST_OURS):
             return self.named
         table = _TABLES.get(self.arch, _TABLES["sm_100"])
         by_tokens = next(row for most, row in table.items() if num_heads <= most)
         best = next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
-        return best if best != FEW_HEADS or self.missing is None else FLASHMLA
+        return best if best != HOPPER or self.missing is None else FLASHMLA
+
+    def kernels(self, num_heads: int) -> set[str]:
+        """Of all calls with so many heads."""
+        table = _TABLES.get(self.arch, _TABLES["sm_100"])
+        return {self.kernel(num_heads, tokens) for row in table.values() for tokens in row}
 
     def pads(self, num_heads: int) -> bool:
         """Whether some call with so many heads is FlashMLA's, which takes 64 or 128."""
-        table = _TABLES.get(self.arch, _TABLES["sm_100"])
-        borders = [tokens for row in table.values() for tokens in row]
-        return any(self.kernel(num_heads, tokens) == FLASHMLA for tokens in borders)
+        return FLASHMLA in self.kernels(num_heads)

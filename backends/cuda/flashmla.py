@@ -1,8 +1,8 @@
 """FlashMLA's sparse attention over 584-byte records (SM90, SM100); everything around it is the portable backend's.
 
 Two of its kernels: one that reads records in place, for decode and for whatever is not worth more, and one for prefill
-over rows gathered in bf16 (`prefill.py` decides). Where few heads would be padded to 64, a kernel of our own is faster
-(`choice.py` decides). Queries come rotated, and `o_proj` rotates the output back.
+over rows gathered in bf16 (`prefill.py` decides). On Hopper kernels of our own are faster (`choice.py` decides).
+Queries come rotated, and `o_proj` rotates the output back.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv41.backends.cuda import few_heads
-from dsv41.backends.cuda.choice import FEW_HEADS, FLASHMLA, MOST_FEW, PORTABLE, Choice
+from dsv41.backends.cuda import hopper
+from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
 from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
@@ -80,7 +80,7 @@ class SelectedRows:
 
 
 class FlashMLABackend(PortableBackend):
-    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and for few heads by a kernel of ours.
+    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
 
     The library is imported when the first step is planned, or before by `library`.
     """
@@ -95,9 +95,9 @@ class FlashMLABackend(PortableBackend):
 
     def read_choice(self) -> Choice:
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
-        if self.device.type != "cuda" or self.arch != few_heads.TARGET:
-            return Choice.read(self.arch, f"it is built for {few_heads.TARGET}, this is {self.arch}")
-        return Choice.read(self.arch, few_heads.why_not())
+        if self.device.type != "cuda" or self.arch != hopper.TARGET:
+            return Choice.read(self.arch, f"it is built for {hopper.TARGET}, this is {self.arch}")
+        return Choice.read(self.arch, hopper.why_not())
 
     @cached_property
     def library(self) -> Any:
@@ -114,7 +114,7 @@ class FlashMLABackend(PortableBackend):
             )
         if not self.choice.pads(num_heads):
             return num_heads
-        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == few_heads.TARGET:
+        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == hopper.TARGET:
             warnings.warn(
                 f"{num_heads} heads a rank are padded to {_HEADS[0]}, at about twice the time: {self.choice.missing}",
                 stacklevel=2,
@@ -145,7 +145,7 @@ class FlashMLABackend(PortableBackend):
     ) -> None:
         """By the kernel that `choose` names. Where the library brings a new tensor, `out.data` becomes that one."""
         # What is planned and selected holds slots in both forms, so that any kernel can take any call.
-        kernels = {FLASHMLA: self._attend, FEW_HEADS: self.attend_few_heads, PORTABLE: self._attend_portably}
+        kernels = {FLASHMLA: self._attend, HOPPER: self.attend_on_hopper, PORTABLE: self._attend_portably}
         kernels[self.choice.kernel(layer.spec.num_heads, len(inputs.q))](inputs, layer, selection, plan, out)
 
     # Hooks
@@ -195,7 +195,7 @@ class FlashMLABackend(PortableBackend):
             selection = replace(selection, derived=selection.derived.slots)
         super().forward_mqa(inputs, layer, selection, plan, out)
 
-    def attend_few_heads(
+    def attend_on_hopper(
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
     ) -> None:
         step, spec, caches = plan.extra, layer.spec, layer.caches
@@ -207,7 +207,7 @@ class FlashMLABackend(PortableBackend):
             chosen: SelectedRows = selection.derived
             cache = caches.compressed
             compressed = (cache.data, cache.layout.page_size, chosen.indices, chosen.lengths)
-        few_heads.attend(
+        hopper.attend(
             inputs.q,
             spec.num_heads,
             layer.prepared.sink,

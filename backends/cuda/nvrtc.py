@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,8 +22,13 @@ _ELF = b"\x7fELF"
 
 
 def source(name: str) -> str:
-    """The text of `backends/cuda/kernels/<name>.cu`."""
-    return files("dsv41.backends.cuda").joinpath("kernels", f"{name}.cu").read_text()
+    """The text of `backends/cuda/kernels/<name>.cu`, with that of the files beside it that it includes."""
+    return _text(f"{name}.cu")
+
+
+def _text(file: str) -> str:
+    text = files("dsv41.backends.cuda").joinpath("kernels", file).read_text()
+    return re.sub(r'^#include "(.+)"$', lambda include: _text(include[1]), text, flags=re.MULTILINE)
 
 
 def cubin(name: str, arch: str, defines: Mapping[str, int]) -> bytes:

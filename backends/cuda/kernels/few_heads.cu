@@ -20,41 +20,15 @@
 // the middle of their range; the other 2^60 is put back at the end. Scales may be anything: those of the keys enter the
 // scores as fp32, and the weights relative to the largest that a group of dims has had so far, as a running maximum.
 
+#include "common.cuh"
+
 #define CODED 448
-#define KEYS 32
 // Scores at a distance of 40 words a head: four heads of eight keys are 32 banks.
 #define SCORE_PITCH 40
 #define N_TILES (HEADS / 8)
 #define COMPUTE_WARPS 4
 #define THREADS (32 * (COMPUTE_WARPS + 1))
-#define MAX_RANKS 16
 #define HALF 1.152921504606846976e18f  // 2^60
-#define INFINITY_F __int_as_float(0x7f800000)
-#define LOG2_E 1.4426950408889634f
-// A running maximum that is this much too small (a factor of 2^8) is still good enough to divide by.
-#define SLACK 8.0f
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-struct Cache {
-    const u8* data;
-    i64 page_stride;  // bytes
-    u32 page_size;    // rows
-    u32 rows;         // of the whole cache
-    const int* indices;  // [T, width], -1 = none
-    const int* lengths;  // [T]: no index past it is looked at
-    int width;
-};
-
-// By value, since a reference to one of two would put both into memory.
-__device__ inline Cache one_of(bool first, const Cache& a, const Cache& b) {
-    return {first ? a.data : b.data, first ? a.page_stride : b.page_stride, first ? a.page_size : b.page_size, first ? a.rows : b.rows,
-            first ? a.indices : b.indices, first ? a.lengths : b.lengths, first ? a.width : b.width};
-}
 
 struct Tile {
     u8 rows[KEYS * PITCH];
@@ -63,7 +37,7 @@ struct Tile {
 
 // What a CTA has of a token when its tiles are done, for the other CTAs of its cluster.
 struct Part {
-    float sums[HEADS][DIMS];  // relative to 2^top
+    float sums[HEADS][DIMS + 4];  // relative to 2^top; four heads that are two apart have 32 banks
     float top[HEADS], total[HEADS];
     float factor[MAX_RANKS][HEADS];
 };
@@ -80,41 +54,12 @@ struct Shared {
     u64 full[STAGES], empty[STAGES];
     u32 live[STAGES];  // a bit for each key of a tile that is one
 };
+static_assert(KEYS == 32, "a lane fetches a row");
 static_assert(DIMS == 512 && SCALE_BYTES == 8 && ROW_BYTES == CODED + 2 * (DIMS - CODED), "another record");
 static_assert(PITCH / 4 % 32 % 8 == 4, "eight rows start in eight different groups of four banks");
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
 
 // Instructions
-
-__device__ inline u32 address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-__device__ inline void barrier_init(u64* barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count));
-}
-
-__device__ inline void barrier_arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
-}
-
-// Arrives, and makes the phase wait for so many more bytes of bulk copies.
-__device__ inline void barrier_expect(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
-}
-
-// Arrives when the small copies that this thread has begun are done.
-__device__ inline void barrier_arrive_after_copies(u64* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(barrier)) : "memory");
-}
-
-__device__ inline void barrier_wait(u64* barrier, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(address(barrier)), "r"(parity) : "memory");
-}
 
 __device__ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile(
@@ -143,63 +88,18 @@ __device__ inline void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ inline u32 pair_of(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ inline float low_of(u32 pair) { return __int_as_float(pair << 16); }
-__device__ inline float high_of(u32 pair) { return __int_as_float(pair & 0xffff0000u); }
-
-__device__ inline float power_of_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // The bytes 0 and 2, and 1 and 3, of a word of e4m3 as two bf16, over 2^120: sign to sign, the rest four bits lower.
-__device__ inline u32 even_bytes(u32 w) { return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07f007f0u); }
+__device__ inline u32 even_bytes(u32 w) {
+    u32 wide;  // with the sign in all of the upper byte
+    asm("prmt.b32 %0, %1, 0, 0xa280;" : "=r"(wide) : "r"(w));
+    return (wide << 4) & 0x87f087f0u;
+}
 __device__ inline u32 odd_bytes(u32 w) { return (w & 0x80008000u) | ((w >> 4) & 0x07f007f0u); }
 
 // 2^(byte - 127); byte 0 is a subnormal of fp32.
 __device__ inline float scale_of(u32 byte) { return __int_as_float(max((int)(byte << 23), 0x00400000)); }
 
 __device__ inline void compute_warps_meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
-
-__device__ inline u32 cluster_rank() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ inline u32 cluster_size() {
-    u32 size;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return size;
-}
-
-__device__ inline void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ inline u32 in_rank(u32 shared, u32 rank) {
-    u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
-    return remote;
-}
-
-__device__ inline float4 load_remote_4(u32 from) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from));
-    return v;
-}
-
-__device__ inline float load_remote(u32 from) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(from));
-    return v;
-}
 
 // The tiles of one token that this CTA has
 
@@ -423,12 +323,11 @@ __device__ inline void multiply_sums(Sums& sums, const float (&by)[N_TILES], flo
 }
 
 // Adds a tile's rows in the 64 dims of a group to sums that are over 2^60 and relative to the scale byte `largest`.
-__device__ inline void mix_coded(Sums& sums, u32& largest, const Tile& tile, const float (&weights)[N_TILES][8], int group, int lane) {
-    int t = lane & 3;
+__device__ inline void mix_coded(Sums& sums, u32& largest, const Tile& tile, const u32 (&both)[8], const float (&weights)[N_TILES][8], int group, int lane) {
     u32 scales[8], found = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        scales[i] = tile.scales[((i >> 1) * 8 + 2 * t + (i & 1)) * SCALE_BYTES + group];
+        scales[i] = group & 1 ? both[i] >> 8 : both[i] & 255;
         found = max(found, scales[i]);
     }
     found = __reduce_max_sync(0xffffffffu, found);
@@ -476,33 +375,28 @@ __device__ inline void mix_rotated(Sums& sums, const Tile& tile, const float (&w
         }
 }
 
-// What the sums are, as they go to the output or to the other CTAs of the cluster. `put(head, dim, value)`.
+// The sums, as they go to the output or to the other CTAs of the cluster: `put(head, dim, of dim, of dim + 1)`.
 template <class Put>
 __device__ inline void put_sums(const Sums& sums, int group, bool rotated, int lane, Put put) {
     int g = lane >> 2, t = lane & 3;
+    bool odd = g & 1;
 #pragma unroll
     for (int part = 0; part < 4; part++)
 #pragma unroll
         for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int dim = group * 64 + part * 16 + (rotated ? g + 8 * (i >> 1) : 2 * g + (i >> 1));
-                put(n * 8 + 2 * t + (i & 1), dim, sums[part][n][i]);
+            for (int i = 0; i < 2; i++) {
+                int head = n * 8 + 2 * t + i, dim = group * 64 + part * 16;
+                float first = sums[part][n][i], second = sums[part][n][i + 2];
+                if (rotated) {
+                    // Of dims g and g + 8; of two neighbours the even g takes both lower ones, the odd one both upper.
+                    float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
+                    put(head, dim + (odd ? g + 7 : g), odd ? other : first, odd ? second : other);
+                } else {
+                    put(head, dim + 2 * g, first, second);
+                }
             }
 }
-
-// 1 over a head's whole weight, the sink's included; 0 stays 0.
-__device__ inline float share_of(float top, float total, float sink) {
-    float whole = total + power_of_2(sink * LOG2_E - (top == -INFINITY_F ? 0 : top));
-    return whole == 0 ? 0 : 1 / whole;
-}
-
-struct Output {
-    u16* data;
-    i64 token_stride, head_stride;
-    const float* sink;
-    int num_heads;
-};
 
 __device__ inline void compute(Shared& s, const Cache& window, const Cache& compressed, const u16* q, i64 q_token, i64 q_head,
                                const Output& out, float scale, int num_tokens, int warp, int lane) {
@@ -547,8 +441,11 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
                 multiply_sums(left, shrink, 1, lane);
                 multiply_sums(right, shrink, 1, lane);
             }
-            mix_coded(left, largest_left, rows, weights, 2 * warp, lane);
-            if (warp < COMPUTE_WARPS - 1) mix_coded(right, largest_right, rows, weights, 2 * warp + 1, lane);
+            u32 scales[8];  // of the keys of `weights`, of both groups
+#pragma unroll
+            for (int i = 0; i < 8; i++) scales[i] = *(const u16*)(rows.scales + ((i >> 1) * 8 + 2 * t + (i & 1)) * SCALE_BYTES + 2 * warp);
+            mix_coded(left, largest_left, rows, scales, weights, 2 * warp, lane);
+            if (warp < COMPUTE_WARPS - 1) mix_coded(right, largest_right, rows, scales, weights, 2 * warp + 1, lane);
             else mix_rotated(right, rows, weights, lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(&s.empty[stage]);
@@ -579,14 +476,14 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
             }
             multiply_sums(left, share, 1, lane);
             multiply_sums(right, share, 1, lane);
-            auto store = [&](int head, int dim, float value) {
-                if (head < out.num_heads) out.data[token * out.token_stride + head * out.head_stride + dim] = (u16)pair_of(value, 0);
+            auto store = [&](int head, int dim, float first, float second) {
+                if (head < out.num_heads) *(u32*)(out.data + token * out.token_stride + head * out.head_stride + dim) = pair_of(first, second);
             };
             put_sums(left, 2 * warp, false, lane, store);
             put_sums(right, 2 * warp + 1, rotated, lane, store);
         } else {
             compute_warps_meet();  // the tiles, whose place the part takes, have been read
-            auto keep = [&](int head, int dim, float value) { s.part.sums[head][dim] = value; };
+            auto keep = [&](int head, int dim, float first, float second) { *(float2*)&s.part.sums[head][dim] = make_float2(first, second); };
             put_sums(left, 2 * warp, false, lane, keep);
             put_sums(right, 2 * warp + 1, rotated, lane, keep);
             if (warp == 0 && t == 0)

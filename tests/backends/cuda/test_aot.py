@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from dsv41.backends.cuda import nvrtc
-from dsv41.backends.cuda.few_heads import BUILDS
+from dsv41.backends.cuda.hopper import BUILDS
 from dsv41.compile import BUDGET, Budget, Row
 from dsv41.config import DeepseekV41Config
 from dsv41.warmup_cli import WarmupOptions, what_it_meets
@@ -42,7 +42,7 @@ def met(worker: Worker, target: str, tp_size: int) -> list[str]:
 
 
 @compiles
-def test_the_kernel_for_few_heads_keeps_to_the_budget_and_is_kept(worker: Worker) -> None:
+def test_our_kernels_keep_to_the_budget_and_are_kept(worker: Worker) -> None:
     listed = worker.ask({"list": ["sm_90"]})
     assert listed["skipped"] == {}
     assert [variant["kind"] for variant in listed["variants"]] == ["attention"] * len(BUILDS)
@@ -53,7 +53,7 @@ def test_the_kernel_for_few_heads_keeps_to_the_budget_and_is_kept(worker: Worker
         figures = first["figures"]
         assert figures == second["figures"]
         assert figures["shared_bytes"] == build.shared_bytes
-        assert 32 < figures["registers"] <= 168  # five warps on four schedulers, twice
+        assert 32 < figures["registers"] <= 168
         assert 0 < figures["matrix"] < figures["code_bytes"] // 16  # an instruction is 16 bytes
         row = Row(variant["name"], variant["target"], variant["kind"], figures)
         assert budget.excesses(row, listed["triton"]) == []
@@ -72,7 +72,7 @@ def test_where_nothing_compiles_cuda_it_is_skipped_with_the_reason(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     listed = worker.ask({"list": ["sm_90"]})
     assert listed["variants"] == []
-    why = listed["skipped"]["few_heads on sm_90"]
+    why = listed["skipped"]["our kernels on sm_90"]
     assert "not in this test" in why
     assert "pip install" in why
 
@@ -82,11 +82,12 @@ def test_what_a_configuration_meets(worker: Worker) -> None:
     padded = met(worker, "sm_100", 8)
     kernels = {name.split()[0] for name in padded}
     assert {"pack_slots", "pack_gathered", "gather_rows", "rotate_insert", "finish_output", "gemm"} <= kernels
-    assert not kernels & {"attend", "combine", "few_heads"}
+    assert not kernels & {"attend", "combine", "few_heads", "many_heads"}
     if MISSING is None:
-        few = met(worker, "sm_90", 8)
-        assert [name for name in few if name.startswith("few_heads")] == ["few_heads heads=8 stages=5"]
-        assert "gather_rows" not in {name.split()[0] for name in few}
+        for tp_size, kernels in ((8, ["few_heads"]), (1, ["many_heads"] * 2)):
+            ours = [name.split()[0] for name in met(worker, "sm_90", tp_size)]
+            assert [name for name in ours if name.endswith("_heads")] == kernels
+            assert "gather_rows" not in ours
 
 
 def test_backends_beside_it_are_refused(worker: Worker) -> None:

@@ -27,7 +27,8 @@ def test_the_table_names_what_was_measured_to_be_faster(
     if value is not None:
         monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", value)
     for tokens in TOKENS:
-        assert Choice.read("sm_90", None).kernel(heads, tokens) == ("few-heads" if heads <= 16 else "flashmla")
+        ours = heads <= 16 or (heads <= 64 and tokens <= 512)
+        assert Choice.read("sm_90", None).kernel(heads, tokens) == ("hopper" if ours else "flashmla")
         assert Choice.read("sm_90", MISSING).kernel(heads, tokens) == "flashmla"
         assert Choice.read("sm_100", MISSING).kernel(heads, tokens) == "flashmla"
     assert Choice.read("sm_90", None).pads(heads) == (heads > 16)
@@ -41,9 +42,9 @@ def test_the_environment_decides_where_it_says_something(kernel: str, monkeypatc
         assert {Choice.read("sm_90", None).kernel(8, tokens) for tokens in TOKENS} == {kernel}
 
 
-def test_more_heads_than_few_are_flashmlas_whatever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "few-heads")
-    assert Choice.read("sm_90", None).kernel(17, 1) == "flashmla"
+def test_more_heads_than_ours_are_flashmlas_whatever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "hopper")
+    assert Choice.read("sm_90", None).kernel(65, 1) == "flashmla"
 
 
 def test_a_name_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,13 +54,13 @@ def test_a_name_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_kernel_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "few-heads")
-    with refused(BackendError, "'few-heads', which does not run here (it was left at home)"):
+    monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "hopper")
+    with refused(BackendError, "'hopper', which does not run here (it was left at home)"):
         Choice.read("sm_100", MISSING)
 
 
 def test_heads_are_padded_where_any_number_of_tokens_is_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = {"sm_90": {16: {4: "few-heads", 64: "flashmla", 1 << 62: "few-heads"}, 128: {1 << 62: "portable"}}}
+    tables = {"sm_90": {16: {4: "hopper", 64: "flashmla", 1 << 62: "hopper"}, 128: {1 << 62: "portable"}}}
     monkeypatch.setattr(choice, "_TABLES", tables | {"sm_100": {}})
     assert Choice.read("sm_90", None).pads(8)
     assert not Choice.read("sm_90", None).pads(64)

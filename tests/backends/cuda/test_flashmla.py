@@ -19,7 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from dsv41 import graph
-from dsv41.backends.cuda import few_heads, prefill
+from dsv41.backends.cuda import hopper, prefill
 from dsv41.backends.cuda.choice import Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend, FlashMLAPlan, SelectedRows
 from dsv41.backends.cuda.layouts import check_readable
@@ -114,14 +114,14 @@ def test_every_kind_of_step_gives_what_the_reference_does(
     assert DECODE in library.names()
 
 
-class FewHeads(OnCpu):
+class OnHopper(OnCpu):
     """As on a Hopper GPU."""
 
     def read_choice(self) -> Choice:
         return Choice.read("sm_90", None)
 
 
-def few_heads_double(
+def hopper_double(
     q: Any, num_heads: int, sink: Any, scale: float, window: Any, page_size: int, indices: Any, lengths: Any,
     compressed: Any, compressed_page_size: int, compressed_indices: Any, compressed_lengths: Any, out: Any,
 ) -> None:  # fmt: skip
@@ -141,13 +141,11 @@ def few_heads_double(
     out[:, :num_heads] = found[:, 0, :num_heads]
 
 
-def test_the_kernel_for_few_heads_is_given_what_the_library_would_be(
-    dyadic: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_kernels_are_given_what_the_library_would_be(dyadic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are not padded, nothing is planned for the library or reserved for it, and it is not called."""
-    monkeypatch.setattr(few_heads, "attend", few_heads_double)
+    monkeypatch.setattr(hopper, "attend", hopper_double)
     library = FlashMLA()
-    tested = backend(library, kind=FewHeads)
+    tested = backend(library, kind=OnHopper)
     twins = Twins(dyadic, tested, [0, 1])
     one, two = twins.add(), twins.add()
     for counts, options in (({one: 5, two: 1}, {"pad_to": 8}), ({one: 1, two: 2}, {})):
@@ -328,7 +326,7 @@ def test_the_portable_kernel_takes_over_where_it_is_named(dyadic: Path, monkeypa
 
 def test_a_kernel_that_does_not_exist_is_refused_when_the_backend_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "fastest")
-    with refused(BackendError, "DSV41_FLASHMLA_KERNEL is 'fastest'", "flashmla, few-heads, portable"):
+    with refused(BackendError, "DSV41_FLASHMLA_KERNEL is 'fastest'", "flashmla, hopper, portable"):
         FlashMLABackend()
 
 

@@ -1,9 +1,10 @@
-"""Attention for at most 16 query heads over 584-byte records on Hopper: the launch of `kernels/few_heads.cu`."""
+"""Attention over 584-byte records on Hopper: the launch of `kernels/few_heads.cu` and of `kernels/many_heads.cu`."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -12,72 +13,102 @@ from torch import Tensor
 
 from dsv41.backends import vendor
 from dsv41.backends.cuda import nvrtc
-from dsv41.backends.cuda.choice import MOST_FEW
+from dsv41.backends.cuda.choice import MOST_OURS
 from dsv41.errors import BackendError
 from dsv41.hal.records import Dialect, v4_584
 
 TARGET, ARCH = "sm_90", "sm_90a"
 _RECORD = v4_584(Dialect.OCP)
-_KEYS, _THREADS = 32, 160
-_PADDING = 16
-"""Bytes behind each row in shared memory, so that eight rows start in different banks."""
-_CTAS_PER_SM = 2
+_ROW_BYTES = _RECORD.bytes - _RECORD.scale_bytes
 _RANKS = (10, 8, 5, 4, 3, 2)
 """How many CTAs may share a token. More than 8 are a cluster that a kernel must ask for."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """The columns of the kernel's matrix instructions, and the tiles that it has in flight."""
+    """A kernel for at most `heads` query heads: its file, what is defined when it is compiled, the rows of its tiles,
+    and what a CTA of it has. `shared_bytes` are those of `Shared` in the source, which checks them."""
 
+    kernel: str
     heads: int
-    stages: int
+    keys: int
+    threads: int
+    ctas_per_sm: int
+    shared_bytes: int
+    own_defines: Mapping[str, int] = field(hash=False)
 
     @property
-    def shared_bytes(self) -> int:
-        """Of `Shared` in the source, which checks it: tiles, the query (of more than 8 heads), scores, barriers."""
-        tile = _KEYS * (_RECORD.bytes + _PADDING)
-        query = _RECORD.dim * self.heads * 2 if self.heads > 8 else 0
-        return -(-(self.stages * (tile + 20) + query + 4 * self.heads * 40 * 4) // 16) * 16
+    def name(self) -> str:
+        return " ".join(
+            (self.kernel, f"heads={self.heads}", *(f"{k.lower()}={v}" for k, v in self.own_defines.items()))
+        )
 
     @property
     def defines(self) -> dict[str, int]:
-        row_bytes, scale_bytes = _RECORD.bytes - _RECORD.scale_bytes, _RECORD.scale_bytes
-        return {
-            "HEADS": self.heads,
-            "STAGES": self.stages,
-            "SHARED_BYTES": self.shared_bytes,
-            "DIMS": _RECORD.dim,
-            "ROW_BYTES": row_bytes,
-            "SCALE_BYTES": scale_bytes,
-            "PITCH": row_bytes + _PADDING,
-        }
+        record = {"DIMS": _RECORD.dim, "ROW_BYTES": _ROW_BYTES, "SCALE_BYTES": _RECORD.scale_bytes}
+        return {"HEADS": self.heads, "KEYS": self.keys, "SHARED_BYTES": self.shared_bytes, **record, **self.own_defines}
+
+    def cubin(self) -> bytes:
+        """Raises as `nvrtc.cubin` does."""
+        return nvrtc.cubin(self.kernel, ARCH, self.defines)
 
 
-BUILDS = (Build(8, 5), Build(16, 4))
+def few(heads: int, stages: int) -> Build:
+    """Of `few_heads.cu`, for 8 or 16 columns of its matrix instructions, with `stages` tiles in flight."""
+    keys, pitch = 32, _ROW_BYTES + 16  # with which eight rows start in different banks
+    tile = keys * (pitch + _RECORD.scale_bytes)
+    query = _RECORD.dim * heads * 2 if heads > 8 else 0
+    scores = 4 * heads * 40 * 4
+    shared = _whole(stages * (tile + 20) + query + scores)
+    return Build("few_heads", heads, keys, 160, 2, shared, {"STAGES": stages, "PITCH": pitch})
 
 
-def build_for(num_heads: int) -> Build:
-    """The smallest that holds `num_heads`. Raises BackendError for more than 16."""
-    for build in BUILDS:
-        if num_heads <= build.heads:
-            return build
+def many(keys: int, stages: int, depth: int) -> Build:
+    """Of `many_heads.cu`, with `stages` tiles of `keys` rows in bf16 and `depth` times 32 rows of fp8 in flight."""
+    heads = 64
+    query, tile, weights = heads * _RECORD.dim * 2, keys * _RECORD.dim * 2, heads * 2 * keys * 2
+    raw = _whole(32 * _RECORD.bytes + 16)
+    turns = 2 * (heads * 4 + 16 + 2 * 8)  # a factor a head, a word a warp, two barriers
+    shared = _whole(query + stages * tile + weights + depth * raw + stages * (keys // 8 * 4 + 16) + turns)
+    return Build("many_heads", heads, keys, 512, 1, shared, {"STAGES": stages, "DEPTH": depth})
+
+
+def _whole(shared_bytes: int) -> int:
+    return -(-shared_bytes // 16) * 16
+
+
+_EVER = 1 << 62
+# For at most so many heads: the build for at most so many tokens. Small tiles begin sooner, large ones end sooner.
+_TABLE = {8: {_EVER: few(8, 5)}, 16: {_EVER: few(16, 4)}, 64: {8: many(32, 3, 3), _EVER: many(64, 2, 1)}}
+BUILDS = tuple(build for by_tokens in _TABLE.values() for build in by_tokens.values())
+
+
+def build_for(num_heads: int, tokens: int) -> Build:
+    """The fastest that was measured. Raises BackendError for more than 64 heads."""
+    for heads, by_tokens in _TABLE.items():
+        if num_heads <= heads:
+            return next(build for most, build in by_tokens.items() if tokens <= most)
     raise BackendError(
-        f"the few-heads kernel was given {num_heads} query heads: expected at most {MOST_FEW}; use another kernel"
+        f"our kernels for Hopper were given {num_heads} query heads: expected at most {MOST_OURS}; use another kernel"
     )
 
 
+def builds_for(num_heads: int) -> list[Build]:
+    """Those of calls of any number of tokens."""
+    return list(next(by_tokens for heads, by_tokens in _TABLE.items() if num_heads <= heads).values())
+
+
 def why_not() -> str | None:
-    """Why the kernel cannot be compiled here, None where it can; compiles all builds that are not in the cache."""
+    """Why the kernels cannot be compiled here, None where they can; compiles all that are not in the cache."""
     try:
         for build in BUILDS:
-            nvrtc.cubin("few_heads", ARCH, build.defines)
+            build.cubin()
     except BackendError as error:
         return " ".join(str(error).split())
     return None
 
 
-@torch.library.custom_op("dsv41::few_heads", mutates_args=("out",))
+@torch.library.custom_op("dsv41::attend_records", mutates_args=("out",))
 def attend(
     q: Tensor,
     num_heads: int,
@@ -98,16 +129,18 @@ def attend(
     `window` and `compressed` are uint8 `[pages, bytes]`, 16-byte aligned pages of 584-byte records with a page's scales
     behind its rows. Indices are slots, int32 `[T, n]` (contiguous, -1 = none), of which the first `lengths` int32 `[T]`
     count. `sink` float32 `[num_heads]` joins the denominator only. A token with no row gets zeros; heads past
-    `num_heads` of `out` stay as they are. Strides of `q` and `out` are multiples of 4, their heads dense.
+    `num_heads` of `out` stay as they are. Strides of `q` and `out` are multiples of 8, their heads dense.
 
-    Raises BackendError for more than 16 heads, and for tensors that the kernel would misread.
+    Raises BackendError for more than 64 heads, and for tensors that the kernel would misread.
     """
     tokens = q.shape[0]
-    build = build_for(num_heads)
+    build = build_for(num_heads, tokens)
     parts = [(window, window_indices, window_lengths)]
     if compressed is not None:
         if compressed_indices is None or compressed_lengths is None:
-            raise BackendError("few_heads has a compressed cache without its indices: expected both; give lengths too")
+            raise BackendError(
+                "attend_records has a compressed cache without its indices: expected both; give lengths too"
+            )
         parts.append((compressed, compressed_indices, compressed_lengths))
     _check(q, num_heads, sink, parts, out)
     if tokens == 0:
@@ -123,7 +156,7 @@ def attend(
     ]  # fmt: skip
     with torch.cuda.device(q.device):
         kernel = _loaded(build, q.device.index)
-        ranks = kernel.ranks(tokens, -(-keys // _KEYS))
+        ranks = kernel.ranks(tokens, -(-keys // build.keys))
         clusters = tokens if ranks > 1 else min(tokens, kernel.resident)
         kernel.launch(torch.cuda.current_stream(q.device).cuda_stream, clusters, ranks, arguments)
 
@@ -139,7 +172,7 @@ def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Te
         or (x.shape[0], x.shape[2]) != shape
         or x.shape[1] < num_heads
         or x.stride(2) != 1
-        or any(number % 4 for number in (x.stride(0), x.stride(1), x.data_ptr() // x.element_size()))
+        or any(number % 8 for number in (x.stride(0), x.stride(1), x.data_ptr() // x.element_size()))
     ]
     if sink.dtype != torch.float32 or not sink.is_contiguous() or len(sink) < num_heads:
         wrong.append("sink")
@@ -155,7 +188,7 @@ def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Te
         wrong.append("a device")
     if wrong:
         raise BackendError(
-            f"few_heads was given {', '.join(wrong)} in another form ({vendor.words({**rows, 'sink': sink})}): "
+            f"attend_records was given {', '.join(wrong)} in another form ({vendor.words({**rows, 'sink': sink})}): "
             "expected what its documentation says; give it so, or use another kernel"
         )
 
@@ -192,9 +225,10 @@ class _Kernel:
         from cuda.bindings import driver
         from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig, ObjectCode, launch
 
-        self._config, self._launch, self._shared = LaunchConfig, launch, build.shared_bytes
+        self._config, self._launch = LaunchConfig, launch
+        self._shape = {"block": build.threads, "shmem_size": build.shared_bytes}
         self._any_stream = LEGACY_DEFAULT_STREAM
-        self._kernel = ObjectCode.from_cubin(nvrtc.cubin("few_heads", ARCH, build.defines)).get_kernel("few_heads")
+        self._kernel = ObjectCode.from_cubin(build.cubin()).get_kernel(build.kernel)
         names = driver.CUfunction_attribute
         for name, value in (
             (names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, build.shared_bytes),
@@ -203,15 +237,15 @@ class _Kernel:
             (status,) = driver.cuKernelSetAttribute(name, value, int(self._kernel.handle), device)
             if int(status):
                 raise BackendError(
-                    f"the few-heads kernel cannot be given {name.name} {value} ({status.name}): expected a Hopper GPU"
+                    f"{build.kernel} cannot be given {name.name} {value} ({status.name}): expected a Hopper GPU"
                 )
-        self.resident = _CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        self.resident = build.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
         """CTAs that run at a time."""
         self._clusters = {ranks: self._most_clusters(ranks) for ranks in _RANKS}
 
     def _most_clusters(self, ranks: int) -> int:
         """Whole clusters that run at a time. They must fit in a part of the GPU each, so it is no division."""
-        config = self._config(grid=1, cluster=ranks, block=_THREADS, shmem_size=self._shared)
+        config = self._config(grid=1, cluster=ranks, **self._shape)
         return int(self._kernel.occupancy.max_active_clusters(config, stream=self._any_stream))
 
     def ranks(self, tokens: int, tiles: int) -> int:
@@ -220,8 +254,8 @@ class _Kernel:
         return next(fitting, 1)
 
     def launch(self, stream: int, clusters: int, ranks: int, arguments: list[Any]) -> None:
-        shape = {"cluster": ranks} if ranks > 1 else {}
-        config = self._config(grid=clusters, block=_THREADS, shmem_size=self._shared, **shape)
+        cluster = {"cluster": ranks} if ranks > 1 else {}
+        config = self._config(grid=clusters, **cluster, **self._shape)
         self._launch(_Stream(stream), config, self._kernel, *arguments)
 
 

@@ -1,0 +1,121 @@
+// What the kernels over the 584-byte record share: caches, barriers, clusters, and the end of a softmax.
+
+#define MAX_RANKS 16
+#define INFINITY_F __int_as_float(0x7f800000)
+#define LOG2_E 1.4426950408889634f
+// A running maximum that is this much too small (a factor of 2^8) is still good enough to divide by.
+#define SLACK 8.0f
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Cache {
+    const u8* data;
+    i64 page_stride;  // bytes
+    u32 page_size;    // rows
+    u32 rows;         // of the whole cache
+    const int* indices;  // [T, width], -1 = none
+    const int* lengths;  // [T]: no index past it is looked at
+    int width;
+};
+
+// By value, since a reference to one of two would put both into memory.
+__device__ inline Cache one_of(bool first, const Cache& a, const Cache& b) {
+    return {first ? a.data : b.data, first ? a.page_stride : b.page_stride, first ? a.page_size : b.page_size, first ? a.rows : b.rows,
+            first ? a.indices : b.indices, first ? a.lengths : b.lengths, first ? a.width : b.width};
+}
+
+__device__ inline u32 address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+__device__ inline void barrier_init(u64* barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count));
+}
+
+__device__ inline void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
+}
+
+// Arrives, and makes the phase wait for so many more bytes of bulk copies.
+__device__ inline void barrier_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
+}
+
+// Arrives when the small copies that this thread has begun are done.
+__device__ inline void barrier_arrive_after_copies(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(barrier)) : "memory");
+}
+
+__device__ inline void barrier_wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(address(barrier)), "r"(parity) : "memory");
+}
+
+__device__ inline u32 pair_of(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ inline float low_of(u32 pair) { return __int_as_float(pair << 16); }
+__device__ inline float high_of(u32 pair) { return __int_as_float(pair & 0xffff0000u); }
+
+__device__ inline float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ inline u32 cluster_size() {
+    u32 size;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+
+__device__ inline void cluster_meet() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ inline u32 in_rank(u32 shared, u32 rank) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
+    return remote;
+}
+
+__device__ inline float4 load_remote_4(u32 from) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from));
+    return v;
+}
+
+__device__ inline float load_remote(u32 from) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(from));
+    return v;
+}
+
+// 1 over a head's whole weight, the sink's included; 0 stays 0.
+__device__ inline float share_of(float top, float total, float sink) {
+    float whole = total + power_of_2(sink * LOG2_E - (top == -INFINITY_F ? 0 : top));
+    return whole == 0 ? 0 : 1 / whole;
+}
+
+struct Output {
+    u16* data;
+    i64 token_stride, head_stride;
+    const float* sink;
+    int num_heads;
+};
