@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
-from torch.autograd import DeviceType
 
 Call = Callable[[], object]
 
@@ -50,7 +49,7 @@ def graph_launches(call: Call) -> list[tuple[str, int, float]]:
         torch.cuda.synchronize()
     found: dict[str, tuple[int, float]] = {}
     for event in profiler.events() or ():
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             count, seconds = found.get(event.name, (0, 0.0))
             found[event.name] = count + 1, seconds + event.time_range.elapsed_us() / 1e6
     return sorted(((name, *figures) for name, figures in found.items()), key=lambda row: -row[2])

@@ -296,7 +296,7 @@ def gemm_tiles(tokens: int, fp32_products: bool, weight_bytes: int) -> GemmTiles
 def splits_of(tiles: GemmTiles, tokens: int, rows: int, groups: int, columns: int) -> int:
     """How many programs share the columns of a tile."""
     programs = triton.cdiv(rows, tiles.rows) * triton.cdiv(tokens, tiles.tokens) * groups
-    room = min(_PROGRAMS // max(programs, 1), columns // (tiles.width * _FEWEST_TURNS), _MOST_SPLITS)
+    room: int = min(_PROGRAMS // max(programs, 1), columns // (tiles.width * _FEWEST_TURNS), _MOST_SPLITS)
     return 1 << max(room, 1).bit_length() - 1
 
 

@@ -84,9 +84,26 @@ def quantising(subject: Subject, full: bool) -> Cases:
     return [*found, *(replace(found[0], layer=layer) for layer in ("source2", "source"))] if full else found
 
 
+def keyed(subject: Subject, full: bool) -> Cases:
+    """Also steps in which all that is visible is selected: keys are written all the same, for later ones."""
+    short = [_lean(subject, ((0, 3), (1, 1)), layer=layer) for layer in ("source2", "source")]
+    return [*compressing(subject, full), *short]
+
+
 def scoring(subject: Subject, full: bool) -> Cases:
     found = _on_layers("source2", "source", "reader")(subject, full)
-    return [*found, replace(found[1], preset="ties")]
+    return [*found, replace(found[1], preset="ties"), *_beyond_candidates(subject)]
+
+
+def blocking(subject: Subject, full: bool) -> Cases:
+    return [*publishing(subject, full), *_beyond_candidates(subject)]
+
+
+def _beyond_candidates(subject: Subject) -> Cases:
+    """The candidate source, with twice as many visible blocks as it may publish."""
+    config = subject.config(8)
+    visible = 2 * config.candidate_topk_blocks * config.candidate_block_size
+    return [_lean(subject, ((visible, 2),), layer="source")]
 
 
 def layers(subject: Subject, full: bool) -> Cases:
@@ -94,6 +111,12 @@ def layers(subject: Subject, full: bool) -> Cases:
     if full:
         return _on_layers(*ROLES)(subject, full)
     return [_base(subject, ((long, 1), (2, 1)), layer=layer) for layer in ("source2", "consumer")]
+
+
+def of_two_bases(subject: Subject, full: bool) -> Cases:
+    """Far enough on for the bases to differ."""
+    layers = ("source2", "source") if full else ("source2",)
+    return [_lean(subject, ((300, 3),), layer=layer) for layer in layers]
 
 
 def attending(subject: Subject, full: bool) -> Cases:

@@ -152,7 +152,7 @@ CLAUSES: tuple[Clause, ...] = (
         SELECT,
         "Index keys are written where a group closes, to the record's precision; no other byte of the cache changes.",
         segments.index_keys,
-        cases.compressing,
+        cases.keyed,
         stage=CACHE_STAGE,
     ),
     Clause(
@@ -176,7 +176,7 @@ CLAUSES: tuple[Clause, ...] = (
         SELECT,
         "The candidate blocks are those of the highest best scores; the newest visible one is always among them.",
         segments.candidates,
-        cases.publishing,
+        cases.blocking,
         stage=SELECTION_STAGE,
     ),
     Clause(
@@ -341,6 +341,13 @@ CLAUSES: tuple[Clause, ...] = (
         layer.however_cut,
         cases.one_by_one,
         needs=(FLOAT32, UNQUANTISED),
+    ),
+    Clause(
+        "W4",
+        LAYER,
+        "Layers of either RoPE base keep to their own on one backend, whichever runs first.",
+        layer.in_turns,
+        cases.of_two_bases,
     ),
     Clause(
         "G1",

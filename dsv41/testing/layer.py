@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv41.errors import Dsv41Error
 from dsv41.hal.types import AttnInputs, BlockTable, LayerState, Selection, StepPlan
+from dsv41.testing import segments
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Violation, expect
 from dsv41.testing.geometry import DTYPES
@@ -45,6 +46,14 @@ def run_layer(scene: Scene, side: Side, tap: Chosen | None = None) -> Tensor:
 
 def whole_layer(subject: Subject, case: Case) -> None:
     hold_layer(Scene(subject, case))
+
+
+def in_turns(subject: Subject, case: Case) -> None:
+    """A layer without compressed rows, one with, and the first again, on one backend: what is rotated, and what is
+    rotated back."""
+    for role in ("window", case.layer, "window"):
+        segments.window_rows(subject, replace(case, layer=role))
+        segments.project(subject, replace(case, layer=role))
 
 
 def hold_layer(scene: Scene) -> None:

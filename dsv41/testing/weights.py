@@ -8,11 +8,12 @@ import torch
 
 from dsv41.attention import DeepseekV41Attention
 from dsv41.errors import BackendError
+from dsv41.hal.backend import AttentionBackend
 from dsv41.hal.weights import check, facts, leaves, prepare, tensors
 from dsv41.testing.case import Case
 from dsv41.testing.clause import Violation, expect
 from dsv41.testing.layer import run_layer
-from dsv41.testing.scene import Scene
+from dsv41.testing.scene import Scene, Side
 from dsv41.testing.subject import Subject, copied
 
 
@@ -53,22 +54,27 @@ def update(subject: Subject, case: Case) -> None:
     """New weights, copied into the memory of the old: what a new layer gives, by tensors that stay where they are."""
     layer = _fresh(subject, case)
     where = _addresses(layer)
+    _output(subject, case, layer)  # what a backend keeps of a layer's first step must not outlive its weights
     layer.take(copied(subject.weights(case, seed=1)))()
     expect(_addresses(layer) == where, "an update moved weights to other memory: a captured graph would not see them")
-    found, expected = (_output(subject, case, one) for one in (layer, _fresh(subject, case, seed=1)))
+    anew = _fresh(subject, case, seed=1, backend=subject.fresh(case.kv, case.index))
+    found, expected = (_output(subject, case, one) for one in (layer, anew))
     expect(torch.equal(found, expected), "a layer with updated weights gives other bits than a new layer with them")
 
 
 def _output(subject: Subject, case: Case, layer: DeepseekV41Attention) -> torch.Tensor:
     scene = Scene(subject, case)
-    scene.mine.shared_layer = layer
-    return run_layer(scene, scene.mine)
+    plan = layer.backend.plan(scene.batch, [layer.spec])
+    return run_layer(scene, Side(layer.backend, layer, scene.mine.caches, plan))
 
 
-def _fresh(subject: Subject, case: Case, seed: int = 0) -> DeepseekV41Attention:
-    """A layer that no one else has."""
+def _fresh(
+    subject: Subject, case: Case, seed: int = 0, backend: AttentionBackend | None = None
+) -> DeepseekV41Attention:
+    """A layer that no one else has, on a backend that no one else has where one is given."""
     shared = subject.layer(subject.backend(case.kv, case.index), case)
-    return DeepseekV41Attention(shared.spec, copied(subject.weights(case, seed)), shared.backend, shared.state.cos_sin)
+    weights = copied(subject.weights(case, seed))
+    return DeepseekV41Attention(shared.spec, weights, backend or shared.backend, shared.state.cos_sin)
 
 
 def _addresses(layer: DeepseekV41Attention) -> list[int]:

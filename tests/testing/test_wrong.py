@@ -8,6 +8,7 @@ from dsv41.hal.backend import AttentionBackend
 from dsv41.testing import Case, Outcome, Report, Subject, check_backend
 from dsv41.testing.clause import (
     DETERMINISM,
+    FORWARD_MQA,
     LAYER,
     LAYOUTS,
     O_PROJ,
@@ -18,6 +19,7 @@ from dsv41.testing.clause import (
     WEIGHTS,
 )
 
+from .outsiders import OUTSIDERS
 from .wrong import WRONG, LeaksNaN, ScalesWhereItPutsThem, SinkIgnored
 
 
@@ -39,6 +41,27 @@ def test_a_wrong_backend_fails_on_its_clause(backend: type[AttentionBackend], cl
     # What is reported fails again, alone.
     again = checked(backend, [clause], Case.parse(result.failure.case))
     assert failed(again) == [result.id]
+
+
+# Where a fault of an area shows: what another area hands on, or is handed, is part of its contract too.
+_SHOWS = {
+    "padded heads": {PADDED_HEADS, FORWARD_MQA, PREPARE_INPUTS},
+    "cache layout": {LAYOUTS, PREPARE_INPUTS, SELECT, FORWARD_MQA},
+    "plan": {PREPARE_INPUTS, SELECT, ROBUSTNESS, FORWARD_MQA},
+    "prepare_inputs": {PREPARE_INPUTS},
+    "select": {SELECT},
+    "attend": {FORWARD_MQA},
+    "forward_mqa": {FORWARD_MQA},
+    "o_proj": {O_PROJ},
+    "project": {O_PROJ, LAYER},
+    "prepare_weights": {WEIGHTS},
+}
+
+
+@pytest.mark.parametrize(("backend", "area"), OUTSIDERS, ids=[backend.name for backend, _ in OUTSIDERS])
+def test_the_faults_of_someone_who_had_not_read_the_suite_are_found(backend: type[AttentionBackend], area: str) -> None:
+    found = {result.contract for result in checked(backend).failures}
+    assert found & _SHOWS[area], found
 
 
 @pytest.mark.parametrize(
