@@ -66,7 +66,7 @@ def agrees(backend: Any, path: Path, hidden: list[Tensor], cuts: list[int], quan
     checkpoint = load_checkpoint(path, device=DEVICE, dtype=torch.bfloat16)
     stack = AttentionStack(checkpoint, backend, max_len=sum(cuts), quantize_activations=quantised)
     session, trace = (
-        Session(stack, max_requests=len(hidden), max_step_tokens=len(hidden) * cuts[0], page_size=16),
+        Session(stack, max_requests=len(hidden), max_step_tokens=len(hidden) * max(cuts), page_size=16),
         Trace(),
     )
     requests = [session.add_request() for _ in hidden]
