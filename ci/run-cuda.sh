@@ -15,7 +15,7 @@ if command -v compute-sanitizer > /dev/null; then
 fi
 step records python3 -P ci/record_errors.py
 step check dsv41 check --backend "$backend" --full --report "$logs/check.json"
-for timed in $backend portable; do
+for timed in $(printf "%s\n" "$backend" portable | sort -u); do
     step "bench-$timed" dsv41 bench attention --backend "$timed" --json
 done
 exit "$failed"

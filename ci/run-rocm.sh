@@ -26,8 +26,10 @@ for format in $formats; do
     step "${format/\//-}" $run --kv-cache-dtype "${format%/*}" --index-cache-dtype "${format#*/}"
 done
 step quantized $run --kv-cache-dtype "${formats%%/*}" --quantize-activations
+step bench-layer dsv41 bench layer --backend "$backend" --kv-cache-dtype "${formats%%/*}" --json
+step bench-index dsv41 bench index --backend "$backend" --kv-cache-dtype "${formats%%/*}" --index-cache-dtype fp8 --json
 
-for timed in $backend portable; do
+for timed in $(printf "%s\n" "$backend" portable | sort -u); do
     step "bench-$timed" dsv41 bench attention --backend "$timed" --record "$record" --json
 done
 rm -rf "$logs/checkpoint"

@@ -123,7 +123,8 @@ class _Layers:
         specs = cache_specs(config, backend, layers)
         self._sizes = {spec.pool: spec.layout.page_size for spec in specs}
         pages = {pool: requests * self._columns(pool, held) for pool in self._sizes}
-        self._pages = {pool: torch.randperm(count).int() for pool, count in pages.items()}
+        order = torch.Generator().manual_seed(options.seed)
+        self._pages = {pool: torch.randperm(count, generator=order).int() for pool, count in pages.items()}
         caches = allocate_caches(specs, pages, state_slots=requests, ring=_RING, device=backend.device)
         for owned in caches.values():
             for cache in (owned.window, owned.compressed, owned.index):

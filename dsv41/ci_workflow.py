@@ -9,10 +9,19 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from dsv41.ci_matrix import Job
+from dsv41.errors import InputError
 from dsv41.hal.device import TORCH_INSTALL, TORCH_VENDORS
 
 TEMPLATE = Path("ci/workflow.yml.j2")
 WORKFLOW = Path(".github/workflows/ci.yml")
+
+
+def template() -> str:
+    """The checkout's. Raises InputError where there is none."""
+    try:
+        return TEMPLATE.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{TEMPLATE} cannot be read ({error}): run this at the root of a checkout") from error
 
 
 def render(jobs: Sequence[Job], template: str) -> str:

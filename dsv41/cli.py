@@ -415,10 +415,10 @@ def ci() -> None:
 def ci_emit(check: bool) -> None:
     """Write .github/workflows/ci.yml from ci/matrix.yaml and ci/workflow.yml.j2."""
     from dsv41.ci_matrix import load_jobs
-    from dsv41.ci_workflow import TEMPLATE, WORKFLOW, render
+    from dsv41.ci_workflow import WORKFLOW, render, template
 
     jobs = load_jobs()
-    text = render(jobs, TEMPLATE.read_text(encoding="utf-8"))
+    text = render(jobs, template())
     if check:
         current = WORKFLOW.exists() and WORKFLOW.read_text(encoding="utf-8") == text
         click.echo(f"{WORKFLOW} is {'current' if current else 'not current: run `dsv41 ci emit`'}")

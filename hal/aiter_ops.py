@@ -24,6 +24,12 @@ def product_paths(install: str) -> tuple[Path, ...]:
         return library("aiter", features={feature: _NEWER}, install=install)
 
     return (
+        Path(
+            down,
+            "aiter where activations are rounded to MXFP8, and elsewhere by blocks of 128, which rounds weights and "
+            "activations",
+            (arch("gfx950"), _wanted(BLOCK128), of_library("gemm_mxfp8"), of_library("gemm_blockscale")),
+        ),
         Path(down, _MXFP8, (arch("gfx950"), _asked(AUTO, BLOCK128), of_library("gemm_mxfp8"))),
         Path(
             down,
@@ -36,13 +42,28 @@ def product_paths(install: str) -> tuple[Path, ...]:
     )
 
 
+def asked_for(named: str | None) -> str:
+    """What a value of DSV41_AITER_PRODUCTS asks for; nothing is `auto`."""
+    return (named or "").strip().lower() or AUTO
+
+
 def _asked(*values: str) -> Requirement:
     """DSV41_AITER_PRODUCTS has one of these values."""
 
     def check(device: Device, platform: Platform, request: Request) -> Reason | None:
-        value = platform.environment.get(ENV_AITER_PRODUCTS, AUTO).strip().lower()
+        value = asked_for(platform.environment.get(ENV_AITER_PRODUCTS))
         if value in values:
             return None
         return Reason("switch", f"{ENV_AITER_PRODUCTS} is {value}: set it to {values[0]}")
 
     return Requirement(f"{ENV_AITER_PRODUCTS}={values[0]}", check)
+
+
+def _wanted(value: str) -> Requirement:
+    """DSV41_AITER_PRODUCTS is this value; where it is not, that is nothing to wish for."""
+
+    def check(device: Device, platform: Platform, request: Request) -> Reason | None:
+        named = asked_for(platform.environment.get(ENV_AITER_PRODUCTS))
+        return None if named == value else Reason("planned", f"{ENV_AITER_PRODUCTS} is {named}")
+
+    return Requirement(f"{ENV_AITER_PRODUCTS}={value}", check)

@@ -149,9 +149,10 @@ class AttentionBackend(ABC):
     def reserve(self, max_tokens: int, max_requests: int, max_len: int) -> int:
         """Allocate every workspace for steps of at most that size, of the layers prepared so far; returns their bytes.
 
-        A workspace is scratch memory of one kernel or between two, such as partial results or index scores: its size
+        A workspace is scratch memory of a segment, such as attention's partial results or index scores: its size
         depends on the step and not only on what the step returns. Steps within the size given here allocate no
-        workspace. What a step passes on (projections, selections, outputs, and what `plan` derives) comes from torch's
+        workspace. What a step passes on (projections, selections, outputs, and what `plan` derives), and what two
+        launches of one product or choice do, so that products side by side each have their own, comes from torch's
         caching allocator, which reuses the same blocks from step to step and, while a graph is captured, takes them
         from the graph's own pool, so a replay allocates nothing at all. A larger step grows the workspace, except while
         a graph is captured: then BackendError is raised. Memory that a captured graph uses stays where it is.

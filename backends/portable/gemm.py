@@ -208,7 +208,7 @@ def _gemm(
     if partial is None:
         _store(out, out_stride, acc, row, token, num_rows, num_tokens)
     else:
-        width = tl.num_programs(1) * num_rows
+        width = tl.num_programs(1).to(tl.int64) * num_rows
         mine = partial + tl.program_id(2).to(tl.int64) * num_tokens * width
         _store(mine, width, acc, row, token, num_rows, num_tokens)
 
@@ -219,8 +219,10 @@ def _add(partial, out, out_stride, num_tokens, num_rows, splits, ADDED: tl.const
     token, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ADDED + tl.arange(0, ADDED)
     live = row < num_rows
     acc = tl.zeros((ADDED,), tl.float32)
-    for split in range(splits):
-        acc += tl.load(partial + (split * num_tokens + token) * num_rows + row, live, other=0.0)
+    partial += token * num_rows
+    for _ in range(splits):
+        acc += tl.load(partial + row, live, other=0.0)
+        partial += num_tokens.to(tl.int64) * num_rows
     tl.store(out + token * out_stride + row, narrow(acc, out.dtype.element_ty), live)
 
 

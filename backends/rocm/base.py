@@ -20,7 +20,7 @@ from dsv41.backends.portable.weights import Matrix, PortableWeights
 from dsv41.backends.portable.workspace import capturing
 from dsv41.backends.rocm.fork import Fork
 from dsv41.backends.rocm.matrices import TiledMatrix, coarse, fine
-from dsv41.backends.rocm.products import asked_for, grouped_product, product
+from dsv41.backends.rocm.products import asked_products, grouped_product, product
 from dsv41.backends.vendor import load
 from dsv41.errors import BackendError
 from dsv41.hal.aiter_ops import BLOCK128, PORTABLE
@@ -41,7 +41,7 @@ class RocmBackend(PortableBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.products = asked_for()
+        self.products = asked_products()
         self.fork = Fork.of(self.device)
         self.failed: dict[str, str] = {}
         """What those of the library's modules said that failed. The portable kernels do their work since."""

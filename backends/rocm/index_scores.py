@@ -97,6 +97,7 @@ class ScoresByAiter(PortableBackend):
         assert dialect is not None
         codes, factors = query_codes(queries[0][part], queries[1][part], flat(keys)[3])
         visible = torch.where(request >= 0, plan.num_visible[spec.ratio][part], 0)
+        pages = plan.batch.compressed_tables[spec.ratio].pages[request.clamp(min=0)]
         call(
             self.paged_logits,
             # Each token is a sequence of its own: those of one request see other lengths where a row is two tokens.
@@ -106,8 +107,8 @@ class ScoresByAiter(PortableBackend):
             # What lies behind a token's length is not read, so it need not be -inf.
             out_logits=out,
             context_lens=visible.int(),
-            # A page that is missing must not be an address; nothing that is selected from it has a slot.
-            kv_indices=plan.batch.compressed_tables[spec.ratio].pages[request.clamp(min=0)].clamp(min=0),
+            # Pages that a token sees are there, or the step would have been refused; the others must be no addresses.
+            kv_indices=pages.clamp(min=0),
             max_model_len=out.shape[1],
             Preshuffle=True,
             KVBlockSize=keys.layout.page_size,

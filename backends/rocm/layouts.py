@@ -65,7 +65,7 @@ def mxfp4_keys() -> CacheLayout:
 _KEY_PAGES = (16, 32, 64, 128)
 """Rows of a page of keys that the logits kernel takes whole, in half of its 256 keys at a time."""
 _KEY_STRIDE = 64
-"""Bytes: page strides are multiples of 16 to it, counted in bytes and in scales."""
+"""Bytes: it takes a page stride for a multiple of 16, counted in bytes and also in scales of four."""
 _KEY_BYTES = 2**31 - 1
 """Of a cache of keys: its offsets have 32 bits in some builds."""
 

@@ -19,15 +19,15 @@ from dsv41.backends.rocm.group_quantize import quantize_groups
 from dsv41.backends.rocm.matrices import CoarseMatrix, TiledMatrix
 from dsv41.backends.vendor import call
 from dsv41.errors import BackendError
-from dsv41.hal.aiter_ops import AITER_PRODUCTS, ENV_AITER_PRODUCTS
+from dsv41.hal.aiter_ops import AITER_PRODUCTS, ENV_AITER_PRODUCTS, asked_for
 from dsv41.hal.records import Dialect
 
 _TORCH = {Dialect.OCP: torch.float8_e4m3fn, Dialect.FNUZ: torch.float8_e4m3fnuz}
 
 
-def asked_for() -> str:
+def asked_products() -> str:
     """Of AITER_PRODUCTS, what DSV41_AITER_PRODUCTS names. Raises BackendError where it names none of them."""
-    named = os.environ.get(ENV_AITER_PRODUCTS, "").strip().lower() or AITER_PRODUCTS[0]
+    named = asked_for(os.environ.get(ENV_AITER_PRODUCTS))
     if named not in AITER_PRODUCTS:
         raise BackendError(
             f"{ENV_AITER_PRODUCTS} is {os.environ[ENV_AITER_PRODUCTS]!r}: expected {', '.join(AITER_PRODUCTS)}; name "

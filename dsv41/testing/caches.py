@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dsv41.attention import DeepseekV41Attention
 from dsv41.errors import LayoutError
@@ -75,6 +76,14 @@ def copy_bytes(target: LayerCaches, source: LayerCaches) -> None:
                 mine.scale_pool.copy_(theirs.scale_pool)
     if target.compressor_state is not None and source.compressor_state is not None:
         target.compressor_state.copy_(source.compressor_state)
+
+
+def everything(caches: LayerCaches) -> Tensor:
+    """A copy of all memory of a layer's caches, as bytes one behind the other."""
+    parts = [caches.compressor_state]
+    for cache in (caches.window, caches.compressed, caches.index):
+        parts += [None, None] if cache is None else [cache.data, cache.scale_pool]
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts if part is not None])
 
 
 # Layouts besides a backend's own

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dsv41.errors import InputError
+from dsv41.hal.request import INDEX_CACHE_DTYPES, KV_CACHE_DTYPES
+from dsv41.testing.caches import VARIANTS
+from dsv41.testing.geometry import DTYPES, ROLES
+from dsv41.testing.presets import PRESETS
 
 Requests = tuple[tuple[int, int], ...]
 """Of each request, the tokens that it holds before the step and those that the step adds."""
+
+
+_SINKS = ("own", "mixed")
+_NAMES: dict[str, Collection[str]] = {
+    "layer": ROLES,
+    "kv": KV_CACHE_DTYPES,
+    "index": INDEX_CACHE_DTYPES,
+    "layout": VARIANTS,
+    "dtype": DTYPES,
+    "preset": PRESETS,
+    "sinks": _SINKS,
+}
+_MOST_TOKENS = 4096
+_MOST = {"heads": 128, "padding": _MOST_TOKENS, "quantize": 1, "first_seen": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -48,8 +66,8 @@ class Case:
         values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
-            if name not in known:
-                raise InputError(f"case {text!r} names {name!r}: expected some of {', '.join(known)}")
+            if name not in known or name in values:
+                raise InputError(f"case {text!r} names {name!r}: expected some of {', '.join(known)}, each once")
             values[name] = _read(name, value, known[name])
         return Case(**values)
 
@@ -87,11 +105,22 @@ def _read(name: str, value: str, default: object) -> Any:
             pairs = [tuple(map(int, part.split("+"))) for part in value.split("/") if part]
             if any(len(pair) != 2 or min(pair) < 0 for pair in pairs):
                 raise ValueError
+            if any(sum(pair) > _MOST_TOKENS for pair in pairs):
+                raise ValueError
             return tuple(pairs)
         if isinstance(default, str):
+            if value not in _NAMES[name]:
+                raise ValueError
             return value
         number = int(value)
+        if not (name == "heads") <= number <= _MOST[name]:
+            raise ValueError
     except ValueError:
-        shape = "requests such as 7+1/0+3, held+new" if isinstance(default, tuple) else "a number"
+        if isinstance(default, tuple):
+            shape = f"requests such as 7+1/0+3, held+new, of at most {_MOST_TOKENS} tokens"
+        elif isinstance(default, str):
+            shape = f"one of {', '.join(_NAMES[name])}"
+        else:
+            shape = f"a number from {int(name == 'heads')} to {_MOST[name]}"
         raise InputError(f"{name}={value!r} in a case: expected {shape}") from None
     return bool(number) if isinstance(default, bool) else number

@@ -111,7 +111,8 @@ class Report:
         wrong = [stage for stage, state in self.stages.items() if state == "wrong"]
         if not wrong:
             return None
-        clauses = [result.id for result in self.failures if result.stage == wrong[0]]
+        failed = (Outcome.FAILED, Outcome.EXPECTED)
+        clauses = [result.id for result in self.results if result.stage == wrong[0] and result.outcome in failed]
         later = (
             f" The stages behind it ({', '.join(wrong[1:])}) may be wrong for that reason alone." if wrong[1:] else ""
         )
@@ -150,7 +151,7 @@ def make_report(subject: Subject, asked: str, mode: str, seed: int, only: list[s
     return Report(
         asked=asked,
         backend=backend.name,
-        device=str(backend.device),
+        device=subject.device_key,
         device_name=name,
         geometry=subject.geometry,
         mode=mode,

@@ -103,7 +103,9 @@ def _run(subject: Subject, clause: Clause, cases: Sequence[Case], result: Result
         result.outcome = Outcome.PASSED
         if message is not None:
             smallest, message = _shrink(subject, clause, case, message) if shrink else (case, message)
-            command = f"dsv41 check --backend {shlex.quote(subject.name)} --device {subject.device} --only {clause.id}"
+            command = (
+                f"dsv41 check --backend {shlex.quote(subject.name)} --device {subject.device_key} --only {clause.id}"
+            )
             command += f" --seed {subject.seed} --case {shlex.quote(str(smallest))}"
             result.failure = Failure(str(smallest), message, subject.seed, command, str(case))
             result.outcome = Outcome.FAILED

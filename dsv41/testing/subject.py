@@ -80,6 +80,11 @@ class Subject:
         name = f"{target.__module__}:{getattr(target, '__qualname__', repr(target))}"
         return Subject(name, target, where, facts=facts, **options)
 
+    @property
+    def device_key(self) -> str:
+        """What `--device` takes for its device, which torch may know by another name."""
+        return self._facts.key if self._facts is not None else str(self.device)
+
     # What it declares
 
     @cached_property
@@ -200,12 +205,19 @@ def _mixed_sinks(sinks: torch.Tensor) -> torch.Tensor:
     return torch.where(heads % 3 == 1, -torch.inf, 3.0 * (heads % 2) + 1.0).to(sinks.dtype)
 
 
+def _selected(backend: AttentionBackend | None) -> str | None:
+    """The name that selection knows a backend by, which its class may not."""
+    return backend.selection.chosen if backend is not None and backend.selection is not None else None
+
+
 def _imported(path: str) -> Factory:
     module, _, name = path.partition(":")
     try:
         found: Factory = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise BackendError(f"backend {path!r} cannot be imported ({error}): expected 'package.module:Class'") from error
+    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
+        raise BackendError(f"backend {path!r} is {found!r}: expected a class that derives from AttentionBackend")
     return found
 
 
@@ -221,7 +233,7 @@ def _of_name(name: str | None, device: str | None, **options: Any) -> Subject:
             continue
         geometry = candidate
         break
-    spec = next((spec for spec in registry.all_specs() if spec.name == (chosen.name if chosen else name)), None)
+    spec = next((spec for spec in registry.all_specs() if spec.name == (_selected(chosen) or name)), None)
     if chosen is None:
         assert problem is not None
         if spec is None or os.environ.get(_INTERPRETER) != "1" or device not in (None, "cpu"):

@@ -259,3 +259,30 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "<h1>reference on cpu</h1>" in out.read_text(encoding="utf-8")
     assert command("--backend", "reference", "--device", "cpu", "--report", tmp_path / "no" / "out.html").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("layer=foo", "layer='foo' in a case: expected one of window, source2"),
+        ("layout=zzz", "layout='zzz' in a case: expected one of own"),
+        ("preset=zzz", "preset='zzz' in a case: expected one of normal"),
+        ("sinks=zz", "expected one of own, mixed"),
+        ("kv=zzz", "expected one of auto"),
+        ("heads=0", "heads='0' in a case: expected a number from 1 to 128"),
+        ("heads=-3", "expected a number from 1 to 128"),
+        ("requests=1+99999999", "of at most 4096 tokens"),
+        ("heads=1,heads=2", "names 'heads': expected some of heads"),
+    ],
+)
+def test_a_case_that_cannot_be_is_refused_before_anything_is_blamed(case: str, says: str) -> None:
+    done = CliRunner().invoke(main, ["check", "--backend", "reference", "--only", "M1", "--case", case])
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+@pytest.mark.parametrize("path", ["json:JSONEncoder", "os:getcwd"])
+def test_a_class_that_is_no_backend_is_refused(path: str) -> None:
+    done = CliRunner().invoke(main, ["check", "--backend", path])
+    assert done.exit_code == 2
+    assert "expected a class that derives from AttentionBackend" in done.output
