@@ -38,7 +38,7 @@ def test_it_runs_every_step_and_packs_a_report(arch: str, tmp_path: Path) -> Non
     done = run_script(tmp_path, arch)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ok")]
-    assert steps[-3:] == ["quantized", "bench-aiter", "bench-portable"]
+    assert steps[-5:] == ["quantized", "bench-layer", "bench-index", "bench-aiter", "bench-portable"]
     with tarfile.open(tmp_path / "report.tar.gz") as archive:
         assert {f"report/{step}.txt" for step in steps} <= set(archive.getnames())
     asked = set()
