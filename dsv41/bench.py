@@ -176,20 +176,17 @@ def bench_attention(
 
     Raises BackendError without a GPU, for a backend or library that cannot run here, or one that cannot read `record`.
     """
-    if timer is None and not torch.cuda.is_available():
-        raise BackendError(
-            "bench attention times GPUs, and torch sees none here: expected one; run it on such a machine"
-        )
+    require_gpu("bench attention", timer)
     backend = _without_rotation(
         select_backend(options.backend, device=options.device, kv_cache_dtype=options.record), options
     )
     peer = peer or _peer(options, backend)
-    device_name = backend.facts.name if backend.facts is not None else str(backend.device)
+    device_name, rates = device_rates(backend)
     report = BenchReport(
         backend=backend.name,
         device=device_name,
         record=backend.layouts.compressed.record.name,
-        rates=rates_of(device_name) or measured_rates(device_name, backend.device),
+        rates=rates,
         fused=options.fused,
         peer=peer.label if peer else None,
     )
@@ -206,6 +203,18 @@ def bench_attention(
         report.failures += _disagreements(case)
     progress("timing", len(cases), len(cases))
     return report
+
+
+def require_gpu(what: str, timer: Timer | None) -> None:
+    """Raise BackendError where `what` would time a GPU and there is none. A test's `timer` needs none."""
+    if timer is None and not torch.cuda.is_available():
+        raise BackendError(f"{what} times GPUs, and torch sees none here: expected one; run it on such a machine")
+
+
+def device_rates(backend: AttentionBackend) -> tuple[str, DeviceRates]:
+    """The name of a backend's device and what it can do, measured where it is not listed."""
+    name = backend.facts.name if backend.facts is not None else str(backend.device)
+    return name, rates_of(name) or measured_rates(name, backend.device)
 
 
 def measured_rates(name: str, device: torch.device) -> DeviceRates:

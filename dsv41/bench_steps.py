@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from dsv41.attention import DeepseekV41Attention
-from dsv41.bench import Progress, Timer, fill_with_noise, measured_rates
+from dsv41.bench import Progress, Timer, device_rates, fill_with_noise, require_gpu
 from dsv41.cache import WINDOW, allocate_caches, cache_specs
 from dsv41.checkpoint import load_checkpoint
 from dsv41.config import DeepseekV41Config
-from dsv41.errors import BackendError, InputError
+from dsv41.errors import InputError
 from dsv41.hal.layout import CacheLayouts
 from dsv41.hal.select import select_backend
 from dsv41.hal.types import ForwardBatch, LayerSpec, LayerWeights, StepPlan
 from dsv41.hal.weights import tensors
-from dsv41.roofline import DeviceRates, Work, attention_work, floor, rates_of
+from dsv41.roofline import DeviceRates, Work, attention_work, floor
 from dsv41.stack import AttentionStack
 from dsv41.synthetic import make_checkpoint
 from dsv41.timing import Call, graph_launches, graph_seconds
@@ -182,7 +182,7 @@ def bench_layers(
 
     Raises BackendError without a GPU, or for a backend that cannot run here.
     """
-    _require_gpu(timer)
+    require_gpu("bench layer", timer)
     config = config or DeepseekV41Config()
     first = config.kv_source_layer_ids[0]
     second = next(layer for layer in range(first, len(config.compress_ratios)) if _only_reads(config, layer))
@@ -217,7 +217,7 @@ def bench_choices(
 ) -> StepReport:
     """Time the choice of the candidate source, among all visible rows, and of the next indexer, among the candidates:
     index keys written, queries projected, scores, top-k. Arguments and errors are those of `bench_layers`."""
-    _require_gpu(timer)
+    require_gpu("bench index", timer)
     config = config or DeepseekV41Config()
     first = config.candidate_source_layer_id
     second = next(layer for layer in config.index_source_layer_ids if layer > first)
@@ -242,8 +242,7 @@ def _timed(
     timer: Timer | None,
 ) -> StepReport:
     backend = layers.backend
-    device = backend.facts.name if backend.facts is not None else str(backend.device)
-    rates = rates_of(device) or measured_rates(device, backend.device)
+    device, rates = device_rates(backend)
     report = StepReport(
         backend.name, device, backend.kv_cache_dtype, backend.index_cache_dtype, rates, layers.workspace_bytes
     )
@@ -303,8 +302,3 @@ def _longest(plan: StepPlan) -> int:
 def _only_reads(config: DeepseekV41Config, layer: int) -> bool:
     """Whether a layer attends to compressed rows and selects none."""
     return config.compress_ratios[layer] > 0 and layer not in config.index_source_layer_ids
-
-
-def _require_gpu(timer: Timer | None) -> None:
-    if timer is None and not torch.cuda.is_available():
-        raise BackendError("this bench times GPUs, and torch sees none here: expected one; run it on such a machine")

@@ -329,7 +329,7 @@ def bench_attention_command(plot: Path | None, as_json: bool, **options: Any) ->
     sys.exit(1 if report["failures"] else 0)
 
 
-def _step_options(contexts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _step_options(*, contexts: str, tokens: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options of benches of steps."""
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
@@ -343,6 +343,13 @@ def _step_options(contexts: str) -> Callable[[Callable[..., None]], Callable[...
                 callback=_numbers("token counts such as 8192"),
                 help="Tokens that each request holds.",
             ),
+            click.option(
+                "--tokens",
+                default=tokens,
+                show_default=True,
+                callback=_numbers("token counts such as 1,16"),
+                help="Requests that decode a token each.",
+            ),
             click.option("--index-cache-dtype", default="auto", show_default=True, metavar="D"),
             click.option("--kv-cache-dtype", default="auto", show_default=True, metavar="D"),
             click.option("--device", metavar="D", help="cuda, cuda:1, ... [default: the first GPU]"),
@@ -355,14 +362,7 @@ def _step_options(contexts: str) -> Callable[[Callable[..., None]], Callable[...
 
 
 @bench.command("layer")
-@_step_options("8192")
-@click.option(
-    "--tokens",
-    default="1,16,64,256",
-    show_default=True,
-    callback=_numbers("token counts such as 1,16"),
-    help="Requests that decode a token each.",
-)
+@_step_options(contexts="8192", tokens="1,16,64,256")
 @_plain_errors
 def bench_layer_command(as_json: bool, **options: Any) -> None:
     """Time a decode layer that compresses and selects, one that reads what it left, and both."""
@@ -372,14 +372,7 @@ def bench_layer_command(as_json: bool, **options: Any) -> None:
 
 
 @bench.command("index")
-@_step_options("65536,262144,1048576")
-@click.option(
-    "--tokens",
-    default="1,32",
-    show_default=True,
-    callback=_numbers("token counts such as 1,32"),
-    help="Requests that decode a token each.",
-)
+@_step_options(contexts="65536,262144,1048576", tokens="1,32")
 @_plain_errors
 def bench_index_command(as_json: bool, **options: Any) -> None:
     """Time index scoring and top-k over long contexts: among all rows, and among candidates."""

@@ -59,7 +59,7 @@ class ScaleFormat(StrEnum):
 
 E2M1_MAX = 6.0
 """The largest e2m1 number."""
-_E4M3_DTYPE = {Dialect.OCP: torch.float8_e4m3fn, Dialect.FNUZ: torch.float8_e4m3fnuz}
+E4M3_DTYPES = {Dialect.OCP: torch.float8_e4m3fn, Dialect.FNUZ: torch.float8_e4m3fnuz}
 _E4M3_MAX = {Dialect.OCP: 448.0, Dialect.FNUZ: 240.0}
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -78,13 +78,13 @@ def _demand_bytes(codes: Tensor) -> None:
 def encode_e4m3(x: Tensor, dialect: Dialect) -> Tensor:
     """Codes of float32 numbers: nearest even, saturating at the largest finite number; NaN stays NaN."""
     limit = _E4M3_MAX[dialect]
-    return x.clamp(-limit, limit).to(_E4M3_DTYPE[dialect]).view(torch.uint8)
+    return x.clamp(-limit, limit).to(E4M3_DTYPES[dialect]).view(torch.uint8)
 
 
 def decode_e4m3(codes: Tensor, dialect: Dialect) -> Tensor:
     """float32 numbers of e4m3 codes; every code is exact. Raises InputError for anything but uint8."""
     _demand_bytes(codes)
-    return codes.view(_E4M3_DTYPE[dialect]).float()
+    return codes.view(E4M3_DTYPES[dialect]).float()
 
 
 def e4m3_ocp_to_fnuz(codes: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def _gemm(
     BLOCK_COLS: tl.constexpr,
     SHARE: tl.constexpr,
     DOT: tl.constexpr,
-    SPLIT: tl.constexpr,
+    EXACT_FP32: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -197,7 +197,7 @@ def _gemm(
             w = _scaled(w, _load_scales(weight_scale, row_live, start, K, BLOCK_COLS, SHARE, WIDTH // SHARE), NATIVE)
         a = _load(x, token_live, start, K, WIDTH).to(tl.float32)
         high = round_to(w, DOT)
-        if SPLIT:
+        if EXACT_FP32:
             # The 24 bits of a float32 weight are three bf16 numbers, whose products are exact.
             middle = round_to(w - high, DOT)
             acc = _multiply(w - high - middle, a, acc, DOT)
@@ -376,7 +376,7 @@ def _project(
         # A power of two that divides `block_cols`: so many columns have one scale.
         SHARE=min(tiles.width, block_cols & -block_cols),
         DOT=tl.float32 if fp32 else tl.bfloat16,
-        SPLIT=not fp32 and weight.dtype == out.dtype == torch.float32,
+        EXACT_FP32=not fp32 and weight.dtype == out.dtype == torch.float32,
         SLICES=tiles.slices,
     )
     if partial is not None:

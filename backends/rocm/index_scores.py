@@ -27,15 +27,14 @@ from dsv41.backends.rocm.layouts import reads_keys
 from dsv41.backends.vendor import call, load
 from dsv41.errors import BackendError
 from dsv41.hal.builtin import INSTALL_AITER
+from dsv41.hal.codecs import E4M3_DTYPES
 from dsv41.hal.layout import PagedCache
-from dsv41.hal.records import Dialect
 from dsv41.hal.types import AttnInputs, LayerState, StepPlan
 
 _MODULE = "aiter.ops.triton.attention.pa_mqa_logits"
 _HEADS = (32, 64, 128)
 """Index heads that its tiles of queries hold."""
 _DIM = 128
-_DTYPES = {Dialect.OCP: torch.float8_e4m3fn, Dialect.FNUZ: torch.float8_e4m3fnuz}
 _FNUZ = tl.constexpr(formats.FNUZ)
 _ROWS = 16
 """Queries that a program encodes."""
@@ -101,7 +100,7 @@ class ScoresByAiter(PortableBackend):
         call(
             self.paged_logits,
             # Each token is a sequence of its own: those of one request see other lengths where a row is two tokens.
-            q_fp8=codes.view(_DTYPES[dialect])[:, None],
+            q_fp8=codes.view(E4M3_DTYPES[dialect])[:, None],
             kv_cache=_pages(keys),
             weights=factors,
             # What lies behind a token's length is not read, so it need not be -inf.

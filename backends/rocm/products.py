@@ -20,9 +20,8 @@ from dsv41.backends.rocm.matrices import CoarseMatrix, TiledMatrix
 from dsv41.backends.vendor import call
 from dsv41.errors import BackendError
 from dsv41.hal.aiter_ops import AITER_PRODUCTS, ENV_AITER_PRODUCTS, asked_for
+from dsv41.hal.codecs import E4M3_DTYPES
 from dsv41.hal.records import Dialect
-
-_TORCH = {Dialect.OCP: torch.float8_e4m3fn, Dialect.FNUZ: torch.float8_e4m3fnuz}
 
 
 def asked_products() -> str:
@@ -43,7 +42,7 @@ def product(library: Any, x: Tensor, matrix: TiledMatrix) -> Tensor:
         return x.new_empty(0, matrix.rows)
     assert matrix.scale is not None
     if isinstance(matrix, CoarseMatrix):
-        dtype, scale = _TORCH[matrix.dialect], matrix.scale
+        dtype, scale = E4M3_DTYPES[matrix.dialect], matrix.scale
         codes, code_scale = quantize_groups(x, matrix.dialect is Dialect.FNUZ)
     else:
         dtype, scale = torch.float8_e4m3fn, matrix.scale.view(torch.float8_e8m0fnu)

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from dsv41 import bench_cli, bench_steps
+from dsv41 import bench, bench_cli, bench_steps
 from dsv41.backends.reference.backend import ReferenceBackend
 from dsv41.bench_steps import Launches, StepOptions, bench_choices, bench_layers
 from dsv41.cli import main
@@ -32,7 +32,7 @@ def timer(calls: Sequence[Callable[[], object]]) -> float:
 
 @pytest.fixture(autouse=True)
 def _known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_steps, "rates_of", lambda name: DeviceRates("a CPU", 1e9, 1e30))
+    monkeypatch.setattr(bench, "rates_of", lambda name: DeviceRates("a CPU", 1e9, 1e30))
 
 
 def test_a_source_and_a_consumer_are_timed_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from dsv41.verify import Trace, compare_with_reference, relative_error
 
 from ..golden_cases import case_dirs, expand
 from .portables import DEVICE, portable
-from .toys import MAX_LEN, TOY, Ledger, all_free, dyadic_checkpoint, noise, quarter_turns, signs
+from .toys import MAX_LEN, TOY, Ledger, all_free, noise, quarter_turns, signs
 
 GPU = DEVICE != "cpu"
 RATIO_2, RATIO_1 = [1], [4, 5]
@@ -37,13 +37,6 @@ On a GPU, all layers."""
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(scope="module")
-def dyadic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("portable") / "dyadic"
-    dyadic_checkpoint(path, torch.float32)
-    return path
 
 
 def make_stack(

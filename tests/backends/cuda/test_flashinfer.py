@@ -35,7 +35,7 @@ from dsv41.verify import relative_error
 from ...model.portables import AttendsAlone, Interpreted
 from ...model.test_drafts import CONFIG as DRAFTING
 from ...model.test_drafts import DRAFTS
-from ...model.toys import MAX_LEN, TOY, dyadic_checkpoint, noise, quarter_turns, signs
+from ...model.toys import MAX_LEN, TOY, noise, quarter_turns, signs
 from ...wording import refused
 from ..portable.test_backend import on_meta
 from . import emulated_flashinfer as emulated
@@ -103,13 +103,6 @@ def _no_grad() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _newest(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated.install(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def dyadic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("flashinfer") / "dyadic"
-    dyadic_checkpoint(path, torch.float32)
-    return path
 
 
 @pytest.fixture(scope="module")

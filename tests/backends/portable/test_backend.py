@@ -33,7 +33,7 @@ from dsv41.synthetic import make_checkpoint
 from dsv41.verify import relative_error
 
 from ...model.portables import Interpreted, portable
-from ...model.toys import MAX_LEN, TOY, dyadic_checkpoint, noise, quarter_turns, signs
+from ...model.toys import MAX_LEN, TOY, noise, quarter_turns, signs
 from ...wording import refused
 from .common import DEVICE
 
@@ -49,13 +49,6 @@ class Unfused(PortableBackend):
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(scope="module")
-def dyadic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("portable") / "dyadic"
-    dyadic_checkpoint(path, torch.float32)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from dsv41.session import Session
 from dsv41.stack import AttentionStack
 
 from ...model.portables import Interpreted
-from ...model.toys import MAX_LEN, TOY, dyadic_checkpoint, signs
+from ...model.toys import MAX_LEN, TOY, signs
 
 GPU = torch.cuda.is_available()
 ON_CPU = pytest.mark.skipif(GPU, reason="streams are recorded where there are none")
@@ -31,13 +31,6 @@ ON_CPU = pytest.mark.skipif(GPU, reason="streams are recorded where there are no
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(scope="module")
-def dyadic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("fork") / "dyadic"
-    dyadic_checkpoint(path, torch.float32)
-    return path
 
 
 class Streams:
