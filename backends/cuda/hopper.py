@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,6 +13,7 @@ from torch import Tensor
 from dsv41.backends import vendor
 from dsv41.backends.cuda import nvrtc
 from dsv41.backends.cuda.choice import MOST_OURS
+from dsv41.backends.cuda.launch import Kernel, float32, int32, int64, pointer, uint32
 from dsv41.errors import BackendError
 from dsv41.hal.records import Dialect, v4_584
 
@@ -149,16 +149,16 @@ def attend(
     sizes = (window_page_size, compressed_page_size)
     caches = [_cache(*part, page_size) for part, page_size in zip(parts, sizes, strict=False)]
     if compressed is None:
-        caches.append([0, _long(0), ctypes.c_uint32(1), ctypes.c_uint32(0), 0, 0, _int(0)])
+        caches.append([0, int64(0), uint32(1), uint32(0), 0, 0, int32(0)])
     arguments = [
-        _pointer(q), _long(q.stride(0)), _long(q.stride(1)), _pointer(out), _long(out.stride(0)), _long(out.stride(1)),
-        _pointer(sink), ctypes.c_float(scale), _int(tokens), _int(num_heads), *caches[0], *caches[1],
+        pointer(q), int64(q.stride(0)), int64(q.stride(1)), pointer(out), int64(out.stride(0)), int64(out.stride(1)),
+        pointer(sink), float32(scale), int32(tokens), int32(num_heads), *caches[0], *caches[1],
     ]  # fmt: skip
     with torch.cuda.device(q.device):
         kernel = _loaded(build, q.device.index)
         ranks = kernel.ranks(tokens, -(-keys // build.keys))
         clusters = tokens if ranks > 1 else min(tokens, kernel.resident)
-        kernel.launch(torch.cuda.current_stream(q.device).cuda_stream, clusters, ranks, arguments)
+        kernel.launch(q.device, clusters, *arguments, ranks=ranks)
 
 
 def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:
@@ -196,67 +196,25 @@ def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Te
 def _cache(cache: Tensor, indices: Tensor, lengths: Tensor, page_size: int) -> list[Any]:
     rows = cache.shape[0] * page_size
     return [
-        _pointer(cache), _long(cache.stride(0)), ctypes.c_uint32(page_size), ctypes.c_uint32(rows),
-        _pointer(indices), _pointer(lengths), _int(indices.shape[1]),
+        pointer(cache), int64(cache.stride(0)), uint32(page_size), uint32(rows),
+        pointer(indices), pointer(lengths), int32(indices.shape[1]),
     ]  # fmt: skip
-
-
-_int, _long = ctypes.c_int32, ctypes.c_int64
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None else 0
-
-
-class _Stream:
-    """torch's stream, as cuda.core takes those of others."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
 
 
 class _Kernel:
     """A build, loaded on one device."""
 
     def __init__(self, build: Build, device: int) -> None:
-        from cuda.bindings import driver
-        from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig, ObjectCode, launch
-
-        self._config, self._launch = LaunchConfig, launch
-        self._shape = {"block": build.threads, "shmem_size": build.shared_bytes}
-        self._any_stream = LEGACY_DEFAULT_STREAM
-        self._kernel = ObjectCode.from_cubin(build.cubin()).get_kernel(build.kernel)
-        names = driver.CUfunction_attribute
-        for name, value in (
-            (names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, build.shared_bytes),
-            (names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
-        ):
-            (status,) = driver.cuKernelSetAttribute(name, value, int(self._kernel.handle), device)
-            if int(status):
-                raise BackendError(
-                    f"{build.kernel} cannot be given {name.name} {value} ({status.name}): expected a Hopper GPU"
-                )
-        self.resident = build.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernel = Kernel(build.kernel, build.cubin(), device, build.threads, build.shared_bytes)
+        self.launch = self._kernel.launch
+        self.resident = build.ctas_per_sm * self._kernel.multiprocessors
         """CTAs that run at a time."""
-        self._clusters = {ranks: self._most_clusters(ranks) for ranks in _RANKS}
-
-    def _most_clusters(self, ranks: int) -> int:
-        """Whole clusters that run at a time. They must fit in a part of the GPU each, so it is no division."""
-        config = self._config(grid=1, cluster=ranks, **self._shape)
-        return int(self._kernel.occupancy.max_active_clusters(config, stream=self._any_stream))
+        self._clusters = {ranks: self._kernel.most_clusters(ranks) for ranks in _RANKS}
 
     def ranks(self, tokens: int, tiles: int) -> int:
         """CTAs that share a token: as many as still run all at once, since a second wave costs more than they save."""
         fitting = (ranks for ranks in _RANKS if ranks <= tiles and tokens <= self._clusters[ranks])
         return next(fitting, 1)
-
-    def launch(self, stream: int, clusters: int, ranks: int, arguments: list[Any]) -> None:
-        cluster = {"cluster": ranks} if ranks > 1 else {}
-        config = self._config(grid=clusters, **cluster, **self._shape)
-        self._launch(_Stream(stream), config, self._kernel, *arguments)
 
 
 @cache
