@@ -20,5 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 "test_aiter.py",
                 "test_contract.py",
                 "test_products.py",
+                "test_products_contract.py",
             ):
                 item.add_marker(pytest.mark.skip(reason="emulates a library on machines without a GPU"))
