@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from packaging.specifiers import SpecifierSet
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedSeq
@@ -15,14 +17,18 @@ from ruamel.yaml.error import YAMLError
 
 from dsv41.compile import OTHER_TARGETS, TARGETS
 from dsv41.errors import Dsv41Error, InputError
-from dsv41.hal.arch import vendor_of
+from dsv41.hal.arch import ARCHS, vendor_of
 from dsv41.hal.device import Platform
+from dsv41.hal.names import suggest
+from dsv41.hal.registry import all_specs
 
 MATRIX = Path("ci/matrix.yaml")
 """Looked for where the command is run, which is the repository's root."""
 
 Mode = Literal["run", "compile", "play-back"]
 Version = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+$")]
+Requirement = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.+:/@<>=~!,\[\]-]*$")]
+"""What pip installs, with nothing in it that a shell would read otherwise."""
 
 
 def _once(value: Any) -> Any:
@@ -62,13 +68,16 @@ class Row(_Strict):
     triton: Versions
     platform: str | None = None
     backend: str | None = None
-    install: Annotated[list[str], Once] = []
+    install: Annotated[list[Requirement], Once] = []
 
     @model_validator(mode="after")
     def _fits(self) -> Row:
         vendor = vendor_of(self.arch)
         _demand(vendor == self.vendor, f"arch {self.arch!r} is of vendor {vendor!r}: write that")
         _demand(self.mode != [], "mode is empty: name run, compile or play-back")
+        for python in self.python:
+            promised = metadata.metadata("dsv41")["Requires-Python"]
+            _demand(SpecifierSet(promised).contains(python), f"python {python} is not {promised}, as dsv41 asks")
         if "compile" in self.mode:
             known = (*TARGETS, *OTHER_TARGETS)
             _demand(self.arch in known, f"`dsv41 compile` knows no {self.arch}, only {', '.join(known)}: drop the mode")
@@ -176,6 +185,11 @@ def _check_beside(row: Row, line: dict[str, Any], folder: Path, where: str) -> N
     if "triton" in line and "compile" not in row.mode:
         given = f"triton {line['triton']!r} without compile"
         raise InputError(f"{where}: {given}: other modes use the one that torch brings; drop it")
+    try:
+        # A platform may describe a new arch.
+        require_known(row.arch if row.platform is None else "cpu", row.backend)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     if row.platform is not None:
         try:
             platform = platform_of(row.platform, folder)
@@ -184,6 +198,16 @@ def _check_beside(row: Row, line: dict[str, Any], folder: Path, where: str) -> N
         if row.arch not in (device.arch for device in platform.devices):
             found = ", ".join(device.arch for device in platform.devices)
             raise InputError(f"{where}: platform {row.platform!r} has {found}: expected {row.arch}; name another")
+
+
+def require_known(arch: str = "cpu", backend: str | None = None) -> None:
+    """Raises InputError for an arch that is in no table, and for a backend that is not installed."""
+    if arch != "cpu" and arch not in ARCHS:
+        known = ", ".join(("cpu", *ARCHS))
+        raise InputError(f"arch {arch!r} is unknown: {suggest(arch, ARCHS)}use one of {known}")
+    names = [spec.name for spec in all_specs()]
+    if backend is not None and backend not in names:
+        raise InputError(f"backend {backend!r} is unknown: {suggest(backend, names)}use one of {', '.join(names)}")
 
 
 def platform_of(name: str, folder: Path = MATRIX.parent) -> Platform:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from dsv41.ci_matrix import Job, platform_of
+from dsv41.ci_matrix import Job, platform_of, require_known
 from dsv41.errors import BackendError, Dsv41Error
 from dsv41.hal.device import Platform
 from dsv41.hal.select import explain_backends
@@ -55,17 +55,20 @@ def why_not_here(job: Job) -> str | None:
 
 
 def expect_machine(platform: Platform, arch: str, backend: str | None = None) -> None:
-    """Raise BackendError unless every GPU of this machine is of `arch`, and the first gets `backend` (None = any)."""
+    """Raise BackendError unless every GPU of this machine is of `arch`, and the first gets `backend` (None = any), or
+    InputError where it is of another arch and that one is in no table, and for a backend that is not installed."""
     found = [f"{gpu.key} is {gpu.arch} ({gpu.name})" for gpu in platform.gpus if gpu.arch != arch]
     if not platform.gpus:
         found = ["it has no GPU"]
     if found:
+        require_known(arch)
         raise BackendError(
             f"this job is for {arch} and this machine is another: {', '.join(found)}; give the runner its own label, "
             "or hide its other GPUs"
         )
     if backend is None:
         return
+    require_known(backend=backend)
     report = explain_backends("auto", device=platform.gpus[0], platform=platform)
     if report.chosen != backend:
         known = [candidate for candidate in report.candidates if candidate.name == backend]

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dsv41.errors import Dsv41Error
+from dsv41.errors import BackendError, Dsv41Error
 from dsv41.hal.arch import ARCHS, vendor_of
 from dsv41.hal.plain import from_plain, to_plain
 
@@ -207,7 +207,7 @@ class Platform:
     def device(self, key: str | None) -> Device:
         """The device that `key` names ("cuda" is "cuda:0"); None is the default device.
 
-        Raises Dsv41Error listing the devices.
+        Raises BackendError listing the devices, and what keeps others away.
         """
         if key is None:
             return self.default_device()
@@ -216,7 +216,8 @@ class Platform:
             if device.key == wanted:
                 return device
         have = ", ".join(f"{device.key} ({device.name})" for device in self.devices)
-        raise Dsv41Error(f"device {key!r} is not on this platform: use one of {have}")
+        notes = "".join(f"; {note}" for note in self.notes)
+        raise BackendError(f"device {key!r} is not on this platform: use one of {have}{notes}")
 
     def with_library(self, name: str, library: Library) -> Platform:
         """The same platform with one library replaced."""

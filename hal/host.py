@@ -131,7 +131,7 @@ def _nvidia_smi_devices() -> list[Device]:
         return []
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     devices: list[Device] = []
-    for line in _output(query).splitlines():
+    for line in _output(query)[0].splitlines():
         match = re.fullmatch(r"(.+), (\d+)\.(\d), (.+)", line.strip())
         if match:
             # A GPU that shares the host's memory has "[N/A]" here.
@@ -184,8 +184,9 @@ def _ask_hip_python() -> tuple[list[Device], str]:
     Importing it proves nothing, since it opens the driver at the first call. 10.0 returns the properties, the lines
     before it fill a given struct.
     """
-    answer = re.search(r"dsv41:(.*)", _output([sys.executable, "-c", _HIP_PYTHON]))  # libraries may print as well
-    found, problem = json.loads(answer[1]) if answer else ([], "")
+    printed, failure = _output([sys.executable, "-c", _HIP_PYTHON])
+    answer = re.search(r"dsv41:(.*)", printed)  # libraries may print as well
+    found, problem = json.loads(answer[1]) if answer else ([], failure)
     devices: list[Device] = []
     for arch, name, memory, units, lds, warp in found:
         facts = {"name": name, "memory_bytes": memory, "multiprocessors": units, "shared_memory_bytes": lds}
@@ -193,8 +194,8 @@ def _ask_hip_python() -> tuple[list[Device], str]:
     return devices, problem
 
 
-def _output(command: list[str]) -> str:
-    """A command's standard output, empty where it fails in any way."""
+def _output(command: list[str]) -> tuple[str, str]:
+    """A command's standard output, and how it failed; one of the two is empty."""
     try:
         done = subprocess.run(
             command,
@@ -204,9 +205,11 @@ def _output(command: list[str]) -> str:
             timeout=_TIMEOUT,
             stdin=subprocess.DEVNULL,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    except subprocess.TimeoutExpired:
+        return "", f"it did not answer within {_TIMEOUT:.0f} s"
+    except OSError as error:
+        return "", f"it cannot be run ({error})"
+    return (done.stdout, "") if done.returncode == 0 else ("", f"its process ended with status {done.returncode}")
 
 
 def _entries(folder: Path) -> list[Path]:

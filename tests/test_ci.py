@@ -21,7 +21,7 @@ from dsv41.ci_run import Outcome, expect_machine, run_jobs, why_not_here
 from dsv41.ci_workflow import WORKFLOW
 from dsv41.cli import main
 from dsv41.compile import TARGETS
-from dsv41.errors import BackendError, InputError
+from dsv41.errors import Dsv41Error, InputError
 from dsv41.hal.builtin import BUILTIN
 from dsv41.hal.device import Platform
 
@@ -111,13 +111,21 @@ def test_a_line_is_every_combination_of_what_its_modes_read(tmp_path: Path) -> N
         ("  - {vendor: amd, arch: gfx942, mode: run}", "backend is missing"),
         ("  - {vendor: amd, arch: gfx942, mode: play-back, backend: portable}", "play-back needs a platform"),
         (
-            "  - {vendor: amd, arch: gfx942, mode: play-back, backend: x, platform: mi300}",
+            "  - {vendor: amd, arch: gfx942, mode: play-back, backend: aiter, platform: mi300}",
             "'mi300' is neither|mi300.json",
         ),
         (
-            "  - {vendor: amd, arch: gfx942, mode: play-back, backend: x, platform: h200}",
+            "  - {vendor: amd, arch: gfx942, mode: play-back, backend: aiter, platform: h200}",
             "has sm_90, cpu: expected gfx942",
         ),
+        ("  - {vendor: nvidia, arch: sm_91, mode: run, backend: portable}", "arch 'sm_91' is unknown: did you mean"),
+        (
+            "  - {vendor: amd, arch: gfx942, mode: run, backend: aitre}",
+            "backend 'aitre' is unknown: did you mean 'aiter'",
+        ),
+        ("  - {vendor: cpu, arch: cpu, mode: run, python: '3.9'}", "python 3.9 is not >=3.11, as dsv41 asks"),
+        ("  - {vendor: cpu, arch: cpu, mode: run, install: 'x; rm -rf ~'}", "install.0: String should match pattern"),
+        ("  - {vendor: cpu, arch: cpu, mode: run, install: --pre}", "install.0: String should match pattern"),
         ("  - {vendor: amd, arch: gfx1310, mode: compile}", "`dsv41 compile` knows no gfx1310"),
         ("  - {vendor: amd, arch: gfx942, mode: run, backend: x, triton: '3.9'}", "triton '3.9' without compile"),
         (
@@ -304,13 +312,14 @@ def test_outcomes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu", "sm_90", None, "it has no GPU"),
         ("h200-no-flashmla", "sm_90", "flashmla", "this job tests flashmla, and this machine gets portable: [library]"),
         ("h200", "sm_90", "portable", "gets flashmla: it is ranked higher"),
-        ("h200", "sm_90", "no-such", "this job tests no-such"),
+        ("h200", "sm_90", "portabel", "backend 'portabel' is unknown: did you mean 'portable'? use one of"),
+        ("h200", "sm_91", None, "arch 'sm_91' is unknown: did you mean"),
     ],
 )
 def test_fr_15_a_machine_that_is_not_the_jobs_is_refused(
     platform: str, arch: str, backend: str | None, words: str
 ) -> None:
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(Dsv41Error) as caught:
         expect_machine(Platform.load(platform), arch, backend)
     assert words in str(caught.value)
 

@@ -8,14 +8,20 @@ import torch
 
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.backend import CONTRACT_VERSION
+from dsv41.hal.device import Device
 from dsv41.hal.layout import CacheLayout, CacheLayouts, PagedCache
+from dsv41.hal.probe import probe
 from dsv41.hal.records import RECORDS
+from dsv41.hal.registry import BackendSpec
 from dsv41.hal.request import (
     INDEX_CACHE_DTYPES,
     KV_CACHE_DTYPES,
     UNQUANTISED,
     UNSPECIFIC_KV_CACHE_DTYPES,
+    Request,
 )
+from dsv41.hal.select import judge
+from dsv41.hal.types import Geometry
 from dsv41.testing import presets
 from dsv41.testing.caches import layer_caches
 from dsv41.testing.case import Case
@@ -191,3 +197,17 @@ def agrees_with_its_spec(subject: Subject, case: Case) -> None:
         expect(
             not extra, f"it takes {', '.join(extra)}, which its BackendSpec does not name: expected all of them there"
         )
+    for heads in _RELEASED_HEADS:
+        told = _told_heads(subject, spec, heads)
+        expect(
+            not told or subject.padded(heads) is not None,
+            f"its BackendSpec has nothing against {heads} heads, the class refuses them: expected the same",
+        )
+
+
+def _told_heads(subject: Subject, spec: BackendSpec, heads: int) -> bool:
+    """Whether selection takes so many heads on a rank of the release for a shape that the backend runs."""
+    released = Geometry()
+    request = Request(released, tp_size=released.num_heads // heads)
+    device = subject.facts or Device.cpu(str(subject.device))
+    return not any(reason.cls == "shape" for reason in judge(spec, device, probe(), request).reasons)

@@ -56,7 +56,9 @@ class Subject:
     ) -> None:
         self.name, self.device, self.geometry, self.spec, self.seed = name, torch.device(device), geometry, spec, seed
         self.unsupported, self.notes = dict(unsupported or {}), notes
-        self._make, self._facts = make, facts
+        self._make = make
+        self.facts = facts
+        """The `Device`, where the machine was asked."""
         self._backends: dict[Any, AttentionBackend] = {}
         self._layers: dict[Any, DeepseekV41Attention] = {}
         self.answers: dict[str, str | None] = {}
@@ -83,7 +85,7 @@ class Subject:
     @property
     def device_key(self) -> str:
         """What `--device` takes for its device, which torch may know by another name."""
-        return self._facts.key if self._facts is not None else str(self.device)
+        return self.facts.key if self.facts is not None else str(self.device)
 
     # What it declares
 
@@ -103,7 +105,7 @@ class Subject:
 
     def fresh(self, kv: str = "auto", index: str = "auto") -> AttentionBackend:
         """Another instance, which nothing has used."""
-        return self._make(device=self.device, kv_cache_dtype=kv, index_cache_dtype=index, facts=self._facts)
+        return self._make(device=self.device, kv_cache_dtype=kv, index_cache_dtype=index, facts=self.facts)
 
     def takes(self, kv: str = "auto", index: str = "auto") -> bool:
         try:

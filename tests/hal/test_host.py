@@ -130,7 +130,7 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_gpu_whose_memory_nvidia_smi_does_not_tell_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """GB10 shares its host's memory, so nvidia-smi has none to tell."""
     lines = "NVIDIA GB10, 12.1, [N/A]\nNVIDIA H200, 9.0, 143771\nNVIDIA old, [N/A], 80\nFailed to initialise\n"
-    monkeypatch.setattr(host, "_output", lambda command: lines)
+    monkeypatch.setattr(host, "_output", lambda command: (lines, ""))
     monkeypatch.setattr(host.shutil, "which", lambda name: name)
     found = host._nvidia_smi_devices()
     assert [(gpu.arch, gpu.memory_bytes) for gpu in found] == [("sm_121", 0), ("sm_90", 143771 * 1024**2)]
@@ -172,7 +172,8 @@ HIP_TOO_OLD = "raise SystemExit('not for this Python')\n"
         (HIP_NAMELESS, [], ""),
         (HIP_NO_DRIVER, [], "RuntimeError: failed to dlopen libamdhip64.so"),
         (HIP_NO_DEVICE, [], "RuntimeError: 100"),
-        (HIP_TOO_OLD, [], ""),
+        (HIP_TOO_OLD, [], "its process ended with status 1"),
+        ("import os; os._exit(3)", [], "its process ended with status 3"),
         (None, [], ""),
     ],
 )
@@ -219,6 +220,11 @@ def test_the_kernels_topology_goes_before_hip_python(tmp_path: Path, monkeypatch
 
 def test_a_tool_that_hangs_or_fails_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_TIMEOUT", 0.2)
-    assert host._output(["sleep", "5"]) == ""
-    assert host._output(["false"]) == ""
-    assert host._output(["no-such-tool-of-dsv41"]) == ""
+    for command, failure in (
+        ("sleep 5", "did not answer"),
+        ("false", "status 1"),
+        ("no-such-tool-of-dsv41", "cannot be"),
+    ):
+        printed, why = host._output(command.split())
+        assert printed == ""
+        assert failure in why

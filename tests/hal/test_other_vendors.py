@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsv41.errors import Dsv41Error
+from dsv41.errors import BackendError, Dsv41Error
 from dsv41.hal.arch import runs_on, vendor_of
 from dsv41.hal.builtin import REFERENCE
 from dsv41.hal.device import Device, Platform
@@ -113,6 +113,8 @@ def test_a_search_for_devices_that_fails_is_a_note(known: Registrar, devices: ob
     (note,) = [note for note in probe().notes if "elsewhere" in note]
     assert words in note
     assert "report it to its author" in note
+    with pytest.raises(BackendError, match="report it to its author"):
+        select_backend("elsewhere", device="xpu:0")
 
 
 def test_such_a_machine_can_be_played_back_where_its_backend_is_not() -> None:
