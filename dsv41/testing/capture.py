@@ -28,7 +28,7 @@ _WAITS = {
 """What torch's functions are called whose result, or its shape, the host has to wait for."""
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Notes what waits for the device. What is called on host copies alone, or inside a custom operator, does not.
 
     On a CPU both kinds of tensors lie in one memory, so a tensor counts as the host's where it is one of `host`, or was
@@ -45,11 +45,12 @@ class _Watch(TorchFunctionMode):
         given = list(_tensors((args, kwargs)))
         on_host = all(id(tensor) in self._host for tensor in given)
         name = getattr(func, "__name__", "")
-        if not on_host and (name in _WAITS or _by_mask(name, args) or _to_host(name, args, kwargs)):
+        checks = (_by_mask, _to_host, _of_unknown_length)
+        if not on_host and (name in _WAITS or any(check(name, args, kwargs) for check in checks)):
             self.found.append(name)
         result = func(*args, **kwargs)
         if on_host:
-            self._host |= {id(tensor): tensor for tensor in _tensors(result)}
+            self._host |= {id(tensor): tensor for tensor in _tensors(result) if tensor.device.type == "cpu"}
         return result
 
 
@@ -63,7 +64,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _by_mask(name: str, args: Any) -> bool:
+def _by_mask(name: str, args: Any, kwargs: Any) -> bool:
     """Whether an index picks by a mask, so that the host must know how many it picks."""
     if name not in ("__getitem__", "__setitem__"):
         return False
@@ -78,6 +79,14 @@ def _to_host(name: str, args: Any, kwargs: Any) -> bool:
     return args[0].device.type != "cpu" and any(str(part) == "cpu" for part in where) if where else False
 
 
+def _of_unknown_length(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a tensor's numbers say how long the result is."""
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
+    return name == "repeat_interleave" and isinstance(repeats, Tensor) and kwargs.get("output_size") is None
+
+
 def waits_for_nothing(subject: Subject, case: Case) -> None:
     found = _waits(subject, case)
     if found and (again := _waits(subject, case)):  # the first step may compile, load and allocate
@@ -89,7 +98,7 @@ def _waits(subject: Subject, case: Case) -> list[str]:
     batch, host = _apart(scene.batch)
     mine, published, hidden = scene.mine, scene.published, scene.step_hidden
     state = mine.state
-    watch = _Watch(host)
+    watch = Watch(host)
     with watch:
         plan = mine.backend.plan(batch, [mine.spec])
         inputs = mine.backend.prepare_inputs(hidden, state, plan)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from dsv41.errors import BackendError, Dsv41Error, InputError
 from dsv41.hal import registry
 from dsv41.hal.backend import CONTRACT_VERSION
 from dsv41.testing import CLAUSES, BackendConformance, Case, Outcome, Port, Subject, check_backend
+from dsv41.testing.capture import Watch
 from dsv41.testing.clause import STAGES, Inapplicable
 from dsv41.testing.docs import written_into
 from dsv41.testing.needs import CAPABILITIES
@@ -256,3 +259,23 @@ def test_a_class_of_its_own_has_a_subject_of_its_own() -> None:
 
     assert One._subject()[0] is One._subject()[0]
     assert Two._subject()[0] is not One._subject()[0]
+
+
+@pytest.mark.parametrize(
+    ("wait", "noted"),
+    [
+        (lambda x: torch.where(x > 1), ["where"]),
+        (lambda x: torch.where(x > 1, x, 0), []),
+        (lambda x: x.repeat_interleave(x), ["repeat_interleave"]),
+        (lambda x: torch.repeat_interleave(x), ["repeat_interleave"]),
+        (lambda x: x.repeat_interleave(x, output_size=6), []),
+        (lambda x: x.repeat_interleave(2), []),
+        (lambda x: x[x > 1], ["__getitem__"]),
+        (lambda x: x.max().item(), ["item"]),
+    ],
+)
+def test_what_waits_for_the_device_is_noted(wait: Callable[[torch.Tensor], object], noted: list[str]) -> None:
+    x = torch.tensor([1, 2, 3])
+    with Watch(host=[]) as watch:
+        wait(x)
+    assert watch.found == noted
