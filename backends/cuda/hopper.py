@@ -54,13 +54,13 @@ class Build:
 
 
 def few(heads: int, stages: int) -> Build:
-    """Of `few_heads.cu`, for 8 or 16 columns of its matrix instructions, with `stages` tiles in flight."""
-    keys, pitch = 32, _ROW_BYTES + 16  # with which eight rows start in different banks
-    tile = keys * (pitch + _RECORD.scale_bytes)
-    query = _RECORD.dim * heads * 2 if heads > 8 else 0
-    scores = 4 * heads * 40 * 4
-    shared = _whole(stages * (tile + 20) + query + scores)
-    return Build("few_heads", heads, keys, 160, 2, shared, {"STAGES": stages, "PITCH": pitch})
+    """Of `few_heads.cu`, for 8 or 16 columns of its matrix instructions, with `stages` slices of 32 rows in flight."""
+    rows, pitch = 32, _ROW_BYTES + 16  # with which eight rows start in different banks
+    piece = rows * (pitch + _RECORD.dim // 64 * (4 + 2))
+    query, weights = _RECORD.dim * heads * 2, 2 * 2 * 64 * heads * 2
+    ends = heads * (1 + 2 * 4) * 4
+    shared = _whole(stages * (piece + 2 * 8 + 4 + 4 * 4) + query + weights + ends)
+    return Build("few_heads", heads, 64, 256, 2, shared, {"STAGES": stages, "PITCH": pitch})
 
 
 def many(keys: int, stages: int, depth: int) -> Build:

@@ -85,9 +85,10 @@ __device__ inline u32 cluster_size() {
     return size;
 }
 
-__device__ inline void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Threads that have ended are not waited for.
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_meet() { cluster_arrive(), cluster_wait(); }
 
 __device__ inline u32 in_rank(u32 shared, u32 rank) {
     u32 remote;
@@ -95,16 +96,15 @@ __device__ inline u32 in_rank(u32 shared, u32 rank) {
     return remote;
 }
 
-__device__ inline float4 load_remote_4(u32 from) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from));
-    return v;
-}
-
 __device__ inline float load_remote(u32 from) {
     float v;
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(from));
     return v;
+}
+
+__device__ inline void store_remote(u32 to, float v) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory"); }
+__device__ inline void store_remote_2(u32 to, float a, float b) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
 }
 
 // 1 over a head's whole weight, the sink's included; 0 stays 0.
