@@ -17,6 +17,7 @@ from dsv41.backends.cuda.launch import Kernel, float32, int32, int64, pointer, u
 from dsv41.errors import BackendError
 from dsv41.hal.records import Dialect, v4_584
 
+EARLY = False
 TARGET, ARCH = "sm_90", "sm_90a"
 _RECORD = v4_584(Dialect.OCP)
 _ROW_BYTES = _RECORD.bytes - _RECORD.scale_bytes
@@ -58,8 +59,8 @@ def few(heads: int, stages: int) -> Build:
     rows, pitch = 32, _ROW_BYTES + 16  # with which eight rows start in different banks
     piece = rows * (pitch + _RECORD.dim // 64 * (4 + 2))
     query, weights = _RECORD.dim * heads * 2, 2 * 2 * 64 * heads * 2
-    ends = heads * (1 + 2 * 4) * 4
-    shared = _whole(stages * (piece + 2 * 8 + 4 + 4 * 4) + query + weights + ends)
+    ends = heads * (2 + 2 * 4) * 4
+    shared = _whole(stages * (piece + 2 * 8 + 4 + 4 * 4) + query + weights + ends + 8)
     return Build("few_heads", heads, 64, 256, 2, shared, {"STAGES": stages, "PITCH": pitch})
 
 
@@ -156,9 +157,10 @@ def attend(
     ]  # fmt: skip
     with torch.cuda.device(q.device):
         kernel = _loaded(build, q.device.index)
-        ranks = kernel.ranks(tokens, -(-keys // build.keys))
-        clusters = tokens if ranks > 1 else min(tokens, kernel.resident)
-        kernel.launch(q.device, clusters, *arguments, ranks=ranks)
+        groups = -(-num_heads // build.heads)
+        ranks = kernel.ranks(tokens * groups, -(-keys // build.keys))
+        clusters = tokens if ranks > 1 else min(tokens, max(1, kernel.resident // groups))
+        kernel.launch(q.device, (clusters, groups, 1), *arguments, ranks=ranks, early=EARLY)
 
 
 def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:

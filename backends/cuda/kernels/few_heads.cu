@@ -27,8 +27,8 @@
 #define N_TILES (HEADS / 8)
 #define WARPS 4  // of each kind
 #define THREADS (2 * 32 * WARPS)
-#define FETCH_REGISTERS 48
-#define COMPUTE_REGISTERS 208
+#define FETCH_REGISTERS 40
+#define COMPUTE_REGISTERS 216
 
 // Scores are over 2^30, so that neither they nor the largest scale leave fp32.
 #define SCORE_UNIT 1.073741824e9f
@@ -53,7 +53,7 @@ struct Slice {
 #define PARTS (DIMS / 16)
 struct Parts {
     float sums[(PARTS + MAX_RANKS) * HEADS * 16 + MAX_RANKS * HEADS * 8];
-    float top[MAX_RANKS][HEADS], total[MAX_RANKS][HEADS];
+    float2 ends[MAX_RANKS][HEADS];  // top and total
 };
 
 struct Shared {
@@ -63,9 +63,9 @@ struct Shared {
     };
     __align__(16) u32 query[DIMS / 32][N_TILES][32][4];            // in the order of the registers that take it
     __align__(16) u32 weights[2][2][WARPS][N_TILES][32][2];        // of alternating tiles, f16 and bf16, likewise
-    float unit[HEADS];                                             // of the query
+    float unit[HEADS], sink[HEADS];                                // of the query
     float top[WARPS][HEADS], total[WARPS][HEADS];
-    u64 full[STAGES], empty[STAGES];
+    u64 full[STAGES], empty[STAGES], given;
     u32 live[STAGES];            // a bit for each key of a slice that is one
     u32 largest[STAGES][WARPS];  // scale bytes of two groups, and WIDE
 };
@@ -270,15 +270,19 @@ __device__ inline const uint4* query_at(const u16* q, i64 q_head, const Output& 
     return (const uint4*)(q + min(head, out.num_heads - 1) * q_head) + lane;
 }
 
-__device__ inline void take_query(Shared& s, const u16* q, i64 q_head, const Output& out, int warp, int lane) {
-    uint4 loaded[HEADS / WARPS][2];
+// Two heads of a warp, the first of which is `first`.
+__device__ inline void take_two_heads(Shared& s, const u16* q, i64 q_head, const Output& out, int first, int lane) {
+    uint4 loaded[2][2];
+    float sinks[2];
 #pragma unroll
-    for (int i = 0; i < HEADS / WARPS; i++)
+    for (int i = 0; i < 2; i++) {
+        const uint4* from = query_at(q, q_head, out, first + i * WARPS, lane);
+        loaded[i][0] = from[0], loaded[i][1] = from[32];
+        sinks[i] = out.sink[min(first + i * WARPS, out.num_heads - 1)];
+    }
 #pragma unroll
-        for (int j = 0; j < 2; j++) loaded[i][j] = query_at(q, q_head, out, i * WARPS + warp, lane)[32 * j];
-#pragma unroll
-    for (int i = 0; i < HEADS / WARPS; i++) {
-        int head = i * WARPS + warp;
+    for (int i = 0; i < 2; i++) {
+        int head = first + i * WARPS;
         u32 largest = 0;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -288,7 +292,7 @@ __device__ inline void take_query(Shared& s, const u16* q, i64 q_head, const Out
         }
         int exponent = max((int)(__reduce_max_sync(0xffffffffu, largest) >> 7), 15);
         float per_unit = head < out.num_heads ? __int_as_float((268 - exponent) << 23) : 0;
-        if (lane == 0) s.unit[head] = __int_as_float((exponent - 14) << 23);
+        if (lane == 0) s.unit[head] = __int_as_float((exponent - 14) << 23), s.sink[head] = sinks[i];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const u32 words[4] = {loaded[i][j].x, loaded[i][j].y, loaded[i][j].z, loaded[i][j].w};
@@ -310,6 +314,12 @@ __device__ inline void take_query(Shared& s, const u16* q, i64 q_head, const Out
     }
 }
 
+__device__ inline void prefetch_query(const u16* q, i64 q_head, const Output& out, int warp, int lane) {
+#pragma unroll 1
+    for (int head = warp; head < HEADS; head += WARPS)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)query_at(q, q_head, out, head, 2 * lane)));
+}
+
 // Scores of a warp's 16 keys, which are half of a slice, over SCORE_UNIT and the query's unit. Of a thread: keys g and
 // g + 8, for the heads 2t and 2t + 1 of each n.
 typedef float Scores[N_TILES][4];
@@ -317,9 +327,6 @@ typedef float Scores[N_TILES][4];
 __device__ inline void score(Scores& scores, const Shared& s, const Slice& slice, int first_key, int lane) {
     int g = lane >> 2;
     u32 rows = address(slice.rows) + (first_key + (lane & 15)) * PITCH + (lane >> 4) * 16;
-    float low[8], high[8];
-    *(float4*)&low[0] = *(const float4*)&slice.scales[first_key + g][0], *(float4*)&low[4] = *(const float4*)&slice.scales[first_key + g][4];
-    *(float4*)&high[0] = *(const float4*)&slice.scales[first_key + g + 8][0], *(float4*)&high[4] = *(const float4*)&slice.scales[first_key + g + 8][4];
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
@@ -349,10 +356,11 @@ __device__ inline void score(Scores& scores, const Shared& s, const Slice& slice
                 multiply_f16(sums[n], wide[4], wide[6], wide[5], wide[7], q.z, q.w);
             }
         }
+        float low = slice.scales[first_key + g][group], high = slice.scales[first_key + g + 8][group];
 #pragma unroll
         for (int n = 0; n < N_TILES; n++) {
-            scores[n][0] += sums[n][0] * low[group], scores[n][1] += sums[n][1] * low[group];
-            scores[n][2] += sums[n][2] * high[group], scores[n][3] += sums[n][3] * high[group];
+            scores[n][0] += sums[n][0] * low, scores[n][1] += sums[n][1] * low;
+            scores[n][2] += sums[n][2] * high, scores[n][3] += sums[n][3] * high;
         }
     }
 }
@@ -519,9 +527,8 @@ struct Mix {
     }
 };
 
-// The sums, as they go to the output or to a CTA of the cluster: `put(part of 16 dims, dim in it, head, of dim, of dim + 1)`.
-template <class Put>
-__device__ inline void put_sums(const Sums& sums, int group, bool rotated, int lane, Put put) {
+// The sums of a group as results.
+__device__ inline void store(const Sums& sums, int group, bool rotated, const Output& out, int token, int lane) {
     int g = lane >> 2, t = lane & 3;
     bool odd = g & 1;
 #pragma unroll
@@ -530,15 +537,15 @@ __device__ inline void put_sums(const Sums& sums, int group, bool rotated, int l
         for (int n = 0; n < N_TILES; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                int head = n * 8 + 2 * t + i;
+                int head = n * 8 + 2 * t + i, dim = 2 * g;
                 float first = sums[part][n][i], second = sums[part][n][i + 2];
                 if (rotated) {
                     // Of dims g and g + 8; of two neighbours the even g takes both lower ones, the odd one both upper.
                     float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
-                    put(group * 4 + part, odd ? g + 7 : g, head, odd ? other : first, odd ? second : other);
-                } else {
-                    put(group * 4 + part, 2 * g, head, first, second);
+                    dim = odd ? g + 7 : g, first = odd ? other : first, second = odd ? second : other;
                 }
+                u16* to = out.data + token * out.token_stride + head * out.head_stride + group * 64 + part * 16 + dim;
+                if (head < out.num_heads) *(u32*)to = pair_of(first, second);
             }
 }
 
@@ -549,42 +556,50 @@ __device__ inline u32 head_pitch(u32 ranks) { return (PARTS + ranks - 1) / ranks
 
 __device__ inline float total_of(const Shared& s, int head) { return s.total[0][head] + s.total[1][head] + s.total[2][head] + s.total[3][head]; }
 
-// What this CTA has of a token, to where it is added up.
-__device__ inline void give_parts(Shared& s, const Mix& mix, int warp, int lane) {
-    u32 ranks = cluster_size(), rank = cluster_rank(), pitch = head_pitch(ranks);
-    u32 sums = address(s.parts.sums);
-    auto put = [&](u32 part, int dim, int head, float first, float second) {
-        u32 owner = part_owner(part, ranks);
-        u32 at = sums + ((rank * HEADS + head) * pitch + (part - first_part(owner, ranks)) * 16 + dim) * 4;
-        store_remote_2(in_rank(at, owner), first, second);
-    };
-    put_sums(mix.left, 2 * warp, false, lane, put);
-    put_sums(mix.right, 2 * warp + 1, warp == WARPS - 1, lane, put);
-    if (lane < HEADS) {
-        float total = total_of(s, lane);
-        for (u32 to = warp; to < ranks; to += WARPS) {
-            store_remote(in_rank(address(&s.parts.top[rank][lane]), to), s.top[0][lane]);
-            store_remote(in_rank(address(&s.parts.total[rank][lane]), to), total);
-        }
+__device__ inline void give_sums(Shared& s, const Sums& sums, int group, int lane) {
+    u32 ranks = cluster_size(), g = lane >> 2, t = lane & 3, pitch = head_pitch(ranks);
+#pragma unroll
+    for (u32 part = 0; part < 4; part++) {
+        u32 all = group * 4 + part, owner = part_owner(all, ranks);
+        u32 to = in_rank(address(s.parts.sums) + ((cluster_rank() * HEADS + 2 * t) * pitch + (all - first_part(owner, ranks)) * 16 + 2 * g) * 4, owner);
+        u32 given = in_rank(address(&s.given), owner);
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) give_2(to + (n * 8 + i) * pitch * 4, sums[part][n][i], sums[part][n][i + 2], given);
     }
 }
+
+// What this CTA has of a token, to where it is added up. The rotated dims g and g + 8 of a part are side by side there.
+__device__ inline void give(Shared& s, const Mix& mix, int warp, int lane) {
+    u32 ranks = cluster_size();
+    give_sums(s, mix.left, 2 * warp, lane);
+    give_sums(s, mix.right, 2 * warp + 1, lane);
+    if (lane < HEADS)
+        for (u32 to = warp; to < ranks; to += WARPS)
+            give_2(in_rank(address(&s.parts.ends[cluster_rank()][lane]), to), s.top[0][lane], total_of(s, lane), in_rank(address(&s.given), to));
+}
+
+// The bytes that `give` brings a CTA.
+__device__ inline u32 given_bytes(u32 rank, u32 ranks) { return ranks * HEADS * ((first_part(rank + 1, ranks) - first_part(rank, ranks)) * 64 + 8); }
 
 // The parts of a cluster's CTAs, added up, each CTA some of the dims of all heads.
 __device__ inline void add_parts(const Shared& s, const Output& out, int token, int warp, int lane) {
     u32 ranks = cluster_size(), pitch = head_pitch(ranks), first = first_part(cluster_rank(), ranks);
     u32 quads = (first_part(cluster_rank() + 1, ranks) - first) * 4;
-#pragma unroll
-    for (int i = 0; i < HEADS / WARPS; i++) {
-        int head = i * WARPS + warp;
+#pragma unroll 1
+    for (int head = warp; head < min(HEADS, out.num_heads); head += WARPS) {
         bool live = lane < ranks;
-        float top = live ? s.parts.top[lane][head] : -INFINITY_F, highest = top;
+        float2 end = live ? s.parts.ends[lane][head] : make_float2(-INFINITY_F, 0);
+        float highest = end.x;
 #pragma unroll
         for (int far = MAX_RANKS / 2; far; far /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, far));
         // A CTA gave its average.
-        float factor = live ? s.parts.total[lane][head] * power_of_2(top - (highest == -INFINITY_F ? 0 : highest)) : 0, whole = factor;
+        float factor = end.y * power_of_2(end.x - (highest == -INFINITY_F ? 0 : highest)), whole = factor;
 #pragma unroll
         for (int far = MAX_RANKS / 2; far; far /= 2) whole += __shfl_xor_sync(0xffffffffu, whole, far);
-        factor *= head < out.num_heads ? share_of(highest - WEIGHT_SHIFT, whole, out.sink[head]) : 0;
+        factor *= share_of(highest - WEIGHT_SHIFT, whole, s.sink[head]);
+#pragma unroll 1
         for (u32 quad = lane; quad < (quads + 31) / 32 * 32; quad += 32) {
             float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 2
@@ -593,8 +608,16 @@ __device__ inline void add_parts(const Shared& s, const Output& out, int token, 
                 float4 v = *(const float4*)&s.parts.sums[(r * HEADS + head) * pitch + min(quad, quads - 1) * 4];
                 sum.x += v.x * f, sum.y += v.y * f, sum.z += v.z * f, sum.w += v.w * f;
             }
-            if (quad < quads && head < out.num_heads)
-                *(uint2*)(out.data + token * out.token_stride + head * out.head_stride + first * 16 + quad * 4) = make_uint2(pair_of(sum.x, sum.y), pair_of(sum.z, sum.w));
+            u32 dim = first * 16 + quad * 4, one = pair_of(sum.x, sum.y), other = pair_of(sum.z, sum.w);
+            u16* to = out.data + token * out.token_stride + head * out.head_stride + dim;
+            if (quad >= quads) continue;
+            if (dim < CODED) {
+                *(uint2*)to = make_uint2(one, other);
+            } else {  // dims 2i, 2i + 8, 2i + 1, 2i + 9 of a part, for the i-th quad
+                u16* pair = to - quad % 4 * 2;
+                *(u32*)pair = __byte_perm(one, other, 0x5410);
+                *(u32*)(pair + 8) = __byte_perm(one, other, 0x7632);
+            }
         }
     }
 }
@@ -605,13 +628,13 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
     int g = lane >> 2, t = lane & 3, step = gridDim.x / ranks;
     int stage = 0;
     u32 phase = 0, turn = 0;
+    if (HEADS > 8) prefetch_query(q + blockIdx.x / ranks * q_token, q_head, out, warp, lane);
     for (int token = blockIdx.x / ranks; token < num_tokens; token += step) {
-        take_query(s, q + token * q_token, q_head, out, warp, lane);
         Span span(window, compressed, token, rank, ranks);
+#pragma unroll 1
+        for (int head = warp; head < HEADS; head += 2 * WARPS) take_two_heads(s, q + token * q_token, q_head, out, head, lane);
         meet();
-        if (token + step < num_tokens)
-            for (int head = warp; head < HEADS; head += WARPS)
-                asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)query_at(q + (token + step) * q_token, q_head, out, head, lane) + lane * 16));
+        if (token + step < num_tokens) prefetch_query(q + (token + step) * q_token, q_head, out, warp, lane);
         Softmax softmax;
         softmax.begin(s, scale, lane);
         Mix mix;
@@ -632,8 +655,9 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
                     above |= x[n][i] > softmax.top[n][i % 2] + WEIGHT_SLACK;
                 }
             Scores weights;
-            give_weights(weights, s.weights[turn], x, softmax, warp, lane);
-            if (meet_any(above)) {
+            while (true) {
+                give_weights(weights, s.weights[turn], x, softmax, warp, lane);
+                if (!meet_any(above)) break;
                 // Of all the tile's keys the largest, where that is too much more than the maximum until now.
 #pragma unroll
                 for (int n = 0; n < N_TILES; n++)
@@ -660,26 +684,25 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
                         softmax.total[n][j] *= shrink[n][j];
                     }
                 mix.multiply(shrink);
-                give_weights(weights, s.weights[turn], x, softmax, warp, lane);
-                meet();
+                above = false;
             }
 #pragma unroll
             for (int n = 0; n < N_TILES; n++)
 #pragma unroll
                 for (int j = 0; j < 2; j++) softmax.total[n][j] += weights[n][j] + weights[n][j + 2];
 
-            barrier_wait(&s.full[stage], phase);
-            mix.add(s, stage, s.weights[turn], 0, warp, lane);
-            warp_arrive(&s.empty[stage], lane);
-            barrier_wait(&s.full[second], second_phase);
-            mix.add(s, second, s.weights[turn], 1, warp, lane);
-            warp_arrive(&s.empty[second], lane);
+            // A loop, and not its two rounds, since code that runs once is read from memory once.
+#pragma unroll 1
+            for (int i = 0; i < 2; i++) {
+                barrier_wait(&s.full[stage], phase);
+                mix.add(s, stage, s.weights[turn], i, warp, lane);
+                warp_arrive(&s.empty[stage], lane);
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            }
             turn ^= 1;
-            phase = second_phase, stage = second + 1;
-            if (stage == STAGES) stage = 0, phase ^= 1;
         }
 
-        if (ranks > 1) cluster_arrive();  // the slices, whose place the parts take, have been read
+        if (ranks > 1) cluster_arrive_relaxed();  // the slices, whose place the parts take, have been read
 #pragma unroll
         for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -700,22 +723,18 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
             for (int j = 0; j < 2; j++) {
                 int head = n * 8 + 2 * t + j;
                 float total = total_of(s, head);
-                if (ranks == 1) share[n][j] = head < out.num_heads ? share_of(softmax.top[n][j] - WEIGHT_SHIFT, total, out.sink[head]) : 0;
-                else share[n][j] = total == 0 ? 0 : 1 / total;
+                if (ranks == 1) share[n][j] = share_of(softmax.top[n][j] - WEIGHT_SHIFT, total, s.sink[head]);
+                else share[n][j] = total == 0 ? 0 : reciprocal(total);
             }
         mix.multiply(share);
         mix.give_scales_back(warp);
         if (ranks == 1) {
-            auto store = [&](int part, int dim, int head, float first, float second) {
-                if (head < out.num_heads) *(u32*)(out.data + token * out.token_stride + head * out.head_stride + part * 16 + dim) = pair_of(first, second);
-            };
-            put_sums(mix.left, 2 * warp, false, lane, store);
-            put_sums(mix.right, 2 * warp + 1, warp == WARPS - 1, lane, store);
+            store(mix.left, 2 * warp, false, out, token, lane);
+            store(mix.right, 2 * warp + 1, warp == WARPS - 1, out, token, lane);
         } else {
             cluster_wait();
-            give_parts(s, mix, warp, lane);
-            cluster_arrive();
-            cluster_wait();
+            give(s, mix, warp, lane);
+            barrier_wait(&s.given, 0);
             add_parts(s, out, token, warp, lane);
         }
     }
@@ -731,7 +750,9 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
     Shared& s = *(Shared*)memory;
     Cache first = {window, window_stride, window_page_size, window_rows, window_indices, window_lengths, window_width};
     Cache second = {compressed, compressed_stride, compressed_page_size, compressed_rows, compressed_indices, compressed_lengths, compressed_width};
-    Output output = {out, out_token, out_head, sink, num_heads};
+    int head = blockIdx.y * HEADS;  // the first of this CTA's
+    Output output = {out + head * out_head, out_token, out_head, sink + head, min(num_heads - head, HEADS)};
+    q += head * q_head;
     // The same in all lanes, which the compiler must know, or it guards matrix instructions by branches.
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -739,13 +760,15 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
             barrier_init(&s.full[i], WARPS);
             barrier_init(&s.empty[i], WARPS);
         }
+        barrier_init(&s.given, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    if (threadIdx.x == 0) barrier_expect(&s.given, given_bytes(cluster_rank(), cluster_size()));
+    after_launch_before();
     if (warp >= WARPS) {
         set_registers<FETCH_REGISTERS>(false);
         fetch(s, first, second, num_tokens, warp - WARPS, lane);
-        // Those who compute do not meet warps that have ended.
     } else {
         set_registers<COMPUTE_REGISTERS>(true);
         compute(s, first, second, q, q_token, q_head, output, scale * LOG2_E * SCORE_UNIT, num_tokens, warp, lane);
