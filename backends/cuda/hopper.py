@@ -27,7 +27,7 @@ _RANKS = (10, 8, 5, 4, 3, 2)
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel for at most `heads` query heads: its file, what is defined when it is compiled, the rows of its tiles,
+    """A kernel for `heads` query heads and, by more CTAs, for each so many of a call: its file, what is defined when it is compiled, the rows of its tiles,
     and what a CTA of it has. `shared_bytes` are those of `Shared` in the source, which checks them."""
 
     kernel: str
@@ -79,9 +79,15 @@ def _whole(shared_bytes: int) -> int:
 
 
 _EVER = 1 << 62
-# For at most so many heads: the build for at most so many tokens. Small tiles begin sooner, large ones end sooner.
-_TABLE = {8: {_EVER: few(8, 5)}, 16: {_EVER: few(16, 4)}, 64: {8: many(32, 3, 3), _EVER: many(64, 2, 1)}}
-BUILDS = tuple(build for by_tokens in _TABLE.values() for build in by_tokens.values())
+# For at most so many heads: the build for at most so many tokens. Few tokens leave room for heads to be worked on side by
+# side, eight at a time. Small tiles begin sooner, large ones end sooner.
+_TABLE = {
+    8: {_EVER: few(8, 5)},
+    16: {10: few(8, 5), _EVER: few(16, 4)},
+    32: {5: few(8, 5), 8: many(32, 3, 3), _EVER: many(64, 2, 1)},
+    64: {2: few(8, 5), 8: many(32, 3, 3), _EVER: many(64, 2, 1)},
+}
+BUILDS = tuple(dict.fromkeys(build for by_tokens in _TABLE.values() for build in by_tokens.values()))
 
 
 def build_for(num_heads: int, tokens: int) -> Build:

@@ -237,14 +237,23 @@ __device__ inline void publish(Shared& s, const Begun& begun, int (&largest)[2],
     }
 }
 
+// The lines of indices that a token may have, for the time when its lengths are known.
+__device__ inline void prefetch_indices(const Cache& cache, int token, int lane) {
+    const int* indices = cache.indices + (i64)token * cache.width;
+#pragma unroll 1
+    for (int i = lane * 32; i < cache.width; i += 32 * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(indices + i));
+}
+
 __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compressed, int num_tokens, int warp, int lane) {
     u32 ranks = cluster_size(), rank = cluster_rank();
     int stage = 0;
     u32 phase = 1;  // a fresh barrier lets the first round pass
     int largest[2] = {0, 0};
     Begun before = {-1, false, false, 0};
-    for (int token = blockIdx.x / ranks; token < num_tokens; token += gridDim.x / ranks) {
+    int step = gridDim.x / ranks;
+    for (int token = blockIdx.x / ranks; token < num_tokens; token += step) {
         Span span(window, compressed, token, rank, ranks);
+        if (warp == 0 && token + step < num_tokens) prefetch_indices(window, token + step, lane), prefetch_indices(compressed, token + step, lane);
         // Two slices ahead, so that no index is waited for; scales are looked at a slice later.
         int next = slot_of(window, compressed, span, token, span.first, lane);
         int after = slot_of(window, compressed, span, token, span.first + 1, lane);
