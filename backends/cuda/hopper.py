@@ -27,8 +27,9 @@ _RANKS = (10, 8, 5, 4, 3, 2)
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel for `heads` query heads and, by more CTAs, for each so many of a call: its file, what is defined when it is compiled, the rows of its tiles,
-    and what a CTA of it has. `shared_bytes` are those of `Shared` in the source, which checks them."""
+    """A kernel for `heads` query heads, and by more CTAs for each so many of a call: its file, what is defined when it
+    is compiled, the rows of its tiles, and what a CTA of it has. `shared_bytes` are those of `Shared` in the source,
+    which checks them."""
 
     kernel: str
     heads: int
@@ -79,8 +80,8 @@ def _whole(shared_bytes: int) -> int:
 
 
 _EVER = 1 << 62
-# For at most so many heads: the build for at most so many tokens. Few tokens leave room for heads to be worked on side by
-# side, eight at a time. Small tiles begin sooner, large ones end sooner.
+# For at most so many heads: the build for at most so many tokens. Few tokens leave room for CTAs that take eight heads
+# each. Small tiles begin sooner, large ones end sooner.
 _TABLE = {
     8: {_EVER: few(8, 5)},
     16: {10: few(8, 5), _EVER: few(16, 4)},
