@@ -17,7 +17,6 @@ from dsv41.backends.cuda.launch import Kernel, float32, int32, int64, pointer, u
 from dsv41.errors import BackendError
 from dsv41.hal.records import Dialect, v4_584
 
-EARLY = False
 TARGET, ARCH = "sm_90", "sm_90a"
 _RECORD = v4_584(Dialect.OCP)
 _ROW_BYTES = _RECORD.bytes - _RECORD.scale_bytes
@@ -167,7 +166,7 @@ def attend(
         groups = -(-num_heads // build.heads)
         ranks = kernel.ranks(tokens * groups, -(-keys // build.keys))
         clusters = tokens if ranks > 1 else min(tokens, max(1, kernel.resident // groups))
-        kernel.launch(q.device, (clusters, groups, 1), *arguments, ranks=ranks, early=EARLY)
+        kernel.launch(q.device, (clusters, groups, 1), *arguments, ranks=ranks)
 
 
 def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:

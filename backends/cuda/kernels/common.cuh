@@ -104,9 +104,6 @@ __device__ inline float load_remote(u32 from) {
     return v;
 }
 
-// Waits for the launch ahead where this one began early, and lets the next one begin.
-__device__ inline void after_launch_before() { asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory"); }
-
 // Stores 8 bytes in the shared memory of another CTA, whose barrier counts them.
 __device__ inline void give_2(u32 to, float a, float b, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");

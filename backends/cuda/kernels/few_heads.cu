@@ -774,7 +774,6 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
     }
     __syncthreads();
     if (threadIdx.x == 0) barrier_expect(&s.given, given_bytes(cluster_rank(), cluster_size()));
-    after_launch_before();
     if (warp >= WARPS) {
         set_registers<FETCH_REGISTERS>(false);
         fetch(s, first, second, num_tokens, warp - WARPS, lane);

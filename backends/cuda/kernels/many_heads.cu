@@ -675,7 +675,6 @@ many_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 o
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    after_launch_before();
     bool shared_token = cluster_size() > 1;
     if (group == 3) {
         set_registers<FEW_REGISTERS>(false);
