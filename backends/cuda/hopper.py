@@ -26,8 +26,9 @@ _RANKS = (10, 8, 5, 4, 3, 2)
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel for at most `heads` query heads: its file, what is defined when it is compiled, the rows of its tiles,
-    and what a CTA of it has. `shared_bytes` are those of `Shared` in the source, which checks them."""
+    """A kernel for `heads` query heads, and by more CTAs for each so many of a call: its file, what is defined when it
+    is compiled, the rows of its tiles, and what a CTA of it has. `shared_bytes` are those of `Shared` in the source,
+    which checks them."""
 
     kernel: str
     heads: int
@@ -54,13 +55,13 @@ class Build:
 
 
 def few(heads: int, stages: int) -> Build:
-    """Of `few_heads.cu`, for 8 or 16 columns of its matrix instructions, with `stages` tiles in flight."""
-    keys, pitch = 32, _ROW_BYTES + 16  # with which eight rows start in different banks
-    tile = keys * (pitch + _RECORD.scale_bytes)
-    query = _RECORD.dim * heads * 2 if heads > 8 else 0
-    scores = 4 * heads * 40 * 4
-    shared = _whole(stages * (tile + 20) + query + scores)
-    return Build("few_heads", heads, keys, 160, 2, shared, {"STAGES": stages, "PITCH": pitch})
+    """Of `few_heads.cu`, for 8 or 16 columns of its matrix instructions, with `stages` slices of 32 rows in flight."""
+    rows, pitch = 32, _ROW_BYTES + 16  # with which eight rows start in different banks
+    piece = rows * (pitch + _RECORD.dim // 64 * (4 + 2))
+    query, weights = _RECORD.dim * heads * 2, 2 * 2 * 64 * heads * 2
+    ends = heads * (2 + 2 * 4) * 4
+    shared = _whole(stages * (piece + 2 * 8 + 4 + 4 * 4) + query + weights + ends + 8)
+    return Build("few_heads", heads, 64, 256, 2, shared, {"STAGES": stages, "PITCH": pitch})
 
 
 def many(keys: int, stages: int, depth: int) -> Build:
@@ -78,9 +79,15 @@ def _whole(shared_bytes: int) -> int:
 
 
 _EVER = 1 << 62
-# For at most so many heads: the build for at most so many tokens. Small tiles begin sooner, large ones end sooner.
-_TABLE = {8: {_EVER: few(8, 5)}, 16: {_EVER: few(16, 4)}, 64: {8: many(32, 3, 3), _EVER: many(64, 2, 1)}}
-BUILDS = tuple(build for by_tokens in _TABLE.values() for build in by_tokens.values())
+# For at most so many heads: the build for at most so many tokens. Few tokens leave room for CTAs that take eight heads
+# each. Small tiles begin sooner, large ones end sooner.
+_TABLE = {
+    8: {_EVER: few(8, 5)},
+    16: {10: few(8, 5), _EVER: few(16, 4)},
+    32: {5: few(8, 5), 8: many(32, 3, 3), _EVER: many(64, 2, 1)},
+    64: {2: few(8, 5), 8: many(32, 3, 3), _EVER: many(64, 2, 1)},
+}
+BUILDS = tuple(dict.fromkeys(build for by_tokens in _TABLE.values() for build in by_tokens.values()))
 
 
 def build_for(num_heads: int, tokens: int) -> Build:
@@ -156,9 +163,10 @@ def attend(
     ]  # fmt: skip
     with torch.cuda.device(q.device):
         kernel = _loaded(build, q.device.index)
-        ranks = kernel.ranks(tokens, -(-keys // build.keys))
-        clusters = tokens if ranks > 1 else min(tokens, kernel.resident)
-        kernel.launch(q.device, clusters, *arguments, ranks=ranks)
+        groups = -(-num_heads // build.heads)
+        ranks = kernel.ranks(tokens * groups, -(-keys // build.keys))
+        clusters = tokens if ranks > 1 else min(tokens, max(1, kernel.resident // groups))
+        kernel.launch(q.device, (clusters, groups, 1), *arguments, ranks=ranks)
 
 
 def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:

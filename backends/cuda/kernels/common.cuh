@@ -85,20 +85,17 @@ __device__ inline u32 cluster_size() {
     return size;
 }
 
-__device__ inline void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Without saying what was stored.
+__device__ inline void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// Threads that have ended are not waited for.
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_meet() { cluster_arrive(), cluster_wait(); }
 
 __device__ inline u32 in_rank(u32 shared, u32 rank) {
     u32 remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
     return remote;
-}
-
-__device__ inline float4 load_remote_4(u32 from) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from));
-    return v;
 }
 
 __device__ inline float load_remote(u32 from) {
@@ -107,10 +104,21 @@ __device__ inline float load_remote(u32 from) {
     return v;
 }
 
+// Stores 8 bytes in the shared memory of another CTA, whose barrier counts them.
+__device__ inline void give_2(u32 to, float a, float b, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
+}
+
+__device__ inline float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 1 over a head's whole weight, the sink's included; 0 stays 0.
 __device__ inline float share_of(float top, float total, float sink) {
     float whole = total + power_of_2(sink * LOG2_E - (top == -INFINITY_F ? 0 : top));
-    return whole == 0 ? 0 : 1 / whole;
+    return whole == 0 ? 0 : reciprocal(whole);
 }
 
 struct Output {

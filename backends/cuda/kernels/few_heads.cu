@@ -1,74 +1,92 @@
-// Sparse multi-query attention over the 584-byte record for few query heads: sm_90 and newer.
+// Sparse multi-query attention over the 584-byte record for few query heads: sm_90a.
 //
-// Compiled with HEADS (8 or 16: the columns of the matrix instructions), STAGES (tiles in flight), SHARED_BYTES (what a
-// launch gives), those of the record (DIMS, ROW_BYTES, SCALE_BYTES) and the distance of rows in shared memory, PITCH,
-// defined.
+// Compiled with HEADS (8 or 16: the columns of the matrix instructions), KEYS (rows of a tile), STAGES (slices of 32 rows
+// in flight), SHARED_BYTES (what a launch gives), those of the record (DIMS, ROW_BYTES, SCALE_BYTES) and the distance of
+// rows in shared memory, PITCH, defined.
 //
 // With few heads the work is moving rows: 576 bytes a key against 8 or 16 columns of products. So rows stay fp8 in
 // shared memory, as they lie in the cache, and are widened in registers on their way into the matrix instructions,
-// whose long side (M = 16) is keys for the scores and dims for the sums. A token's keys are cut into tiles of 32.
+// whose long side (M = 16) is keys for the scores and dims for the sums. A token's keys are cut into tiles of 64, which
+// are fetched as two slices.
 //
-//   warp 4      fetches: one bulk copy a row, one 8-byte copy of its scales, STAGES tiles ahead
-//   warps 0-3   scores: 16 keys (warp & 1) over half of the dims (warp >> 1), exchanged through shared memory
-//               softmax: all of the tile's 32 keys, by every warp for itself
-//               sums: 128 dims a warp
+//   warps 4-7   fetch: a bulk copy a row, eight rows a warp; what the scales of two groups of 64 dims mean, a key a lane
+//   warps 0-3   scores and softmax of 16 keys a warp, weights exchanged through shared memory, sums of 128 dims a warp
 //
 // A cluster of CTAs may share a token: each takes some of its tiles, and they add their sums up at the end.
 //
-// Numbers: an e4m3 byte becomes a bf16 by moving its bits, which divides it by 2^120, exactly, subnormals too. The other
-// operand, the query or a weight times its key's scale, is a bf16 and is multiplied by 2^60, so that fp32 sums stay in
-// the middle of their range; the other 2^60 is put back at the end. Scales may be anything: those of the keys enter the
-// scores as fp32, and the weights relative to the largest that a group of dims has had so far, as a running maximum.
+// Numbers: an e4m3 byte is exact in f16. The other operand is f16 too: a query relative to its head's largest number, and
+// a weight times its key's scale relative to the largest scale that a group of dims has had so far. Where scales of a
+// slice are too far apart for that, weights are bf16, and bytes become bf16 by moving their bits, which divides them by
+// 2^120. Scales of the keys enter the scores as fp32. The rotated dims are bf16 in the cache and are multiplied as such.
 
 #include "common.cuh"
 
 #define CODED 448
-// Scores at a distance of 40 words a head: four heads of eight keys are 32 banks.
-#define SCORE_PITCH 40
+#define GROUPS (DIMS / 64)
+#define SLICE 32
 #define N_TILES (HEADS / 8)
-#define COMPUTE_WARPS 4
-#define THREADS (32 * (COMPUTE_WARPS + 1))
-#define HALF 1.152921504606846976e18f  // 2^60
+#define WARPS 4  // of each kind
+#define THREADS (2 * 32 * WARPS)
+#define FETCH_REGISTERS 40
+#define COMPUTE_REGISTERS 216
 
-struct Tile {
-    u8 rows[KEYS * PITCH];
-    u8 scales[KEYS * SCALE_BYTES];
+// Scores are over 2^30, so that neither they nor the largest scale leave fp32.
+#define SCORE_UNIT 1.073741824e9f
+#define PER_SCORE_UNIT 9.31322574615478515625e-10f
+// Weights are times 2^4 and at most 2^3 more, since a running maximum may be so much too small: 2^127 with the 2^120 of
+// bytes as bf16.
+#define WEIGHT_SHIFT 4
+#define WEIGHT_SLACK 3
+// Powers of 2 between the scales of a slice and the largest that f16 weights have room for.
+#define NARROW 10
+#define WIDE 0x80000000u
+
+struct Slice {
+    u8 rows[SLICE * PITCH];
+    float scales[SLICE][GROUPS];  // over SCORE_UNIT
+    // Of a key relative to the group's largest, two keys a word: f16, or bf16 where the slice is wide. In the order in which
+    // a thread takes them: the keys 2t, 2t + 1 of each eight are its word t * 4 + eight.
+    u32 factors[GROUPS][SLICE / 2];
 };
 
-// What a CTA has of a token when its tiles are done, for the other CTAs of its cluster.
-struct Part {
-    float sums[HEADS][DIMS + 4];  // relative to 2^top; four heads that are two apart have 32 banks
-    float top[HEADS], total[HEADS];
-    float factor[MAX_RANKS][HEADS];
+// What the CTAs of a cluster give each other when their tiles are done: sums of the parts of 16 dims that a CTA adds up.
+#define PARTS (DIMS / 16)
+struct Parts {
+    float sums[(PARTS + MAX_RANKS) * HEADS * 16 + MAX_RANKS * HEADS * 8];
+    float2 ends[MAX_RANKS][HEADS];  // top and total
 };
 
 struct Shared {
     union __align__(16) {
-        Tile tiles[STAGES];
-        Part part;
+        Slice slices[STAGES];
+        Parts parts;
     };
-#if HEADS > 8
-    __align__(16) u32 query[DIMS / 32][N_TILES][32][4];  // in the order of the registers that take it
-#endif
-    float scores[2][2][HEADS * SCORE_PITCH];  // of alternating tiles, of each half of the dims
-    u64 full[STAGES], empty[STAGES];
-    u32 live[STAGES];  // a bit for each key of a tile that is one
+    __align__(16) u32 query[DIMS / 32][N_TILES][32][4];            // in the order of the registers that take it
+    __align__(16) u32 weights[2][2][WARPS][N_TILES][32][2];        // of alternating tiles, f16 and bf16, likewise
+    float unit[HEADS], sink[HEADS];                                // of the query
+    float top[WARPS][HEADS], total[WARPS][HEADS];
+    u64 full[STAGES], empty[STAGES], given;
+    u32 live[STAGES];            // a bit for each key of a slice that is one
+    u32 largest[STAGES][WARPS];  // scale bytes of two groups, and WIDE
 };
-static_assert(KEYS == 32, "a lane fetches a row");
+static_assert(KEYS == 2 * SLICE && SLICE == 32, "a warp scores 16 keys, a lane fetches one");
 static_assert(DIMS == 512 && SCALE_BYTES == 8 && ROW_BYTES == CODED + 2 * (DIMS - CODED), "another record");
 static_assert(PITCH / 4 % 32 % 8 == 4, "eight rows start in eight different groups of four banks");
+static_assert(sizeof(Parts) <= STAGES * sizeof(Slice), "one takes the place of the other");
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
 
 // Instructions
+
+template <int N>
+__device__ inline void set_registers(bool more) {
+    if (more) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 
 __device__ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
         "l"(from), "r"(bytes), "r"(address(barrier)) : "memory");
-}
-
-__device__ inline void copy_8(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address(to)), "l"(from) : "memory");
 }
 
 __device__ inline void load_matrices(u32 (&r)[4], u32 from) {
@@ -81,289 +99,390 @@ __device__ inline void load_transposed(u32 (&r)[4], u32 from) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
 }
 
-__device__ inline void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+// A matrix of 8 x 8 pairs' halves, a row a four of lanes, with rows and columns swapped.
+__device__ inline u32 transposed(u32 pair) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+    return r;
+}
+
+#define MULTIPLY(name, type)                                                                                            \
+    __device__ inline void name(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {                        \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                             \
+                     ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                             \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                           \
+    }
+MULTIPLY(multiply_f16, "f16")
+MULTIPLY(multiply_bf16, "bf16")
+
+// The lower and the upper two e4m3 bytes of a word as two f16 each.
+__device__ inline void widen(u32 w, u32& lower, u32& upper) {
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(lower), "=r"(upper) : "r"(w));
 }
 
 // The bytes 0 and 2, and 1 and 3, of a word of e4m3 as two bf16, over 2^120: sign to sign, the rest four bits lower.
-__device__ inline u32 even_bytes(u32 w) {
-    u32 wide;  // with the sign in all of the upper byte
-    asm("prmt.b32 %0, %1, 0, 0xa280;" : "=r"(wide) : "r"(w));
-    return (wide << 4) & 0x87f087f0u;
-}
+__device__ inline u32 even_bytes(u32 w) { return ((w & 0x00800080u) << 8) | ((w & 0x007f007fu) << 4); }
 __device__ inline u32 odd_bytes(u32 w) { return (w & 0x80008000u) | ((w >> 4) & 0x07f007f0u); }
+
+__device__ inline u32 half_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ inline u32 half_product(u32 a, u32 b) {
+    u32 product;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
 
 // 2^(byte - 127); byte 0 is a subnormal of fp32.
 __device__ inline float scale_of(u32 byte) { return __int_as_float(max((int)(byte << 23), 0x00400000)); }
 
-__device__ inline void compute_warps_meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+__device__ inline void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
-// The tiles of one token that this CTA has
+// Whether something is so for any of those that meet.
+__device__ inline bool meet_any(bool mine) {
+    u32 any;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, 128, p;\nselp.u32 %0, 1, 0, q;\n}" : "=r"(any) : "r"((u32)mine) : "memory");
+    return any;
+}
 
-struct Tiles {
+__device__ inline void warp_arrive(u64* barrier, int lane) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+}
+
+// The slices of one token that this CTA has: whole tiles, of which the last may lack its second slice's keys.
+
+struct Span {
     int window_keys, compressed_keys;
-    int window_tiles;
+    int window_slices, slices;
     int first, last;
 
-    __device__ Tiles(const Cache& window, const Cache& compressed, int token, u32 rank, u32 ranks) {
+    __device__ Span(const Cache& window, const Cache& compressed, int token, u32 rank, u32 ranks) {
         window_keys = min(window.lengths[token], window.width);
         compressed_keys = compressed.width ? min(compressed.lengths[token], compressed.width) : 0;
-        window_tiles = (window_keys + KEYS - 1) / KEYS;
-        int all = window_tiles + (compressed_keys + KEYS - 1) / KEYS;
-        first = all * rank / ranks;
-        last = all * (rank + 1) / ranks;
+        window_slices = (window_keys + SLICE - 1) / SLICE;
+        slices = window_slices + (compressed_keys + SLICE - 1) / SLICE;
+        int tiles = (slices + 1) / 2;
+        first = tiles * rank / ranks * 2;
+        last = tiles * (rank + 1) / ranks * 2;
     }
 };
 
-// The slot that lane `lane` fetches of a tile, -1 for none.
-__device__ inline int slot_of(const Cache& window, const Cache& compressed, const Tiles& t, int token, int tile, int lane) {
-    bool in_window = tile < t.window_tiles;
+// Fetching
+
+// The slot of a slice's key, -1 for none.
+__device__ inline int slot_of(const Cache& window, const Cache& compressed, const Span& span, int token, int slice, int lane) {
+    bool in_window = slice < span.window_slices;
     Cache cache = one_of(in_window, window, compressed);
-    int key = (in_window ? tile : tile - t.window_tiles) * KEYS + lane;
-    if (tile >= t.last || key >= (in_window ? t.window_keys : t.compressed_keys)) return -1;
+    int key = (in_window ? slice : slice - span.window_slices) * SLICE + lane;
+    if (slice >= min(span.last, span.slices) || key >= (in_window ? span.window_keys : span.compressed_keys)) return -1;
     int slot = cache.indices[(i64)token * cache.width + key];
     return (u32)slot < cache.rows ? slot : -1;
 }
 
-// A row's fetch is begun, or where there is none its numbers are made such that they do no harm: the scale and the
-// rotated dims, which are the bytes that can be NaN.
-__device__ inline void fetch_row(const Cache& cache, Tile& tile, int slot, int lane, u64* full) {
-    u8* row = tile.rows + lane * PITCH;
-    u8* scales = tile.scales + lane * SCALE_BYTES;
-    if (slot >= 0) {
+// A slice whose rows are on their way, as a lane that has one of its keys sees it.
+struct Begun {
+    int stage;  // -1: none
+    bool live, first;
+    u32 scales;  // of the warp's two groups
+};
+
+// Begins the copies of the warp's eight rows, or clears them where there are none: no byte may be a NaN.
+__device__ inline Begun begin(Shared& s, const Cache& cache, int stage, int slot, bool first, int warp, int lane) {
+    Begun begun = {stage, slot >= 0, first, 0};
+    u8* row = s.slices[stage].rows + lane * PITCH;
+    bool mine = lane / 8 == warp;
+    if (begun.live) {
         u32 page = (u32)slot / cache.page_size, place = (u32)slot - page * cache.page_size;
         const u8* from = cache.data + page * cache.page_stride;
-        copy_bulk(row, from + place * ROW_BYTES, ROW_BYTES, full);
-        copy_8(scales, from + cache.page_size * ROW_BYTES + place * SCALE_BYTES);
-        barrier_arrive_after_copies(full);
-    } else {
-        *(u64*)scales = 0;
-        for (int i = 0; i < ROW_BYTES - CODED; i += 16) *(uint4*)(row + CODED + i) = make_uint4(0, 0, 0, 0);
+        if (mine) copy_bulk(row, from + place * ROW_BYTES, ROW_BYTES, &s.full[stage]);
+        begun.scales = *(const u16*)(from + cache.page_size * ROW_BYTES + place * SCALE_BYTES + 2 * warp);
+    } else if (mine) {
+        for (int i = 0; i < ROW_BYTES; i += 16) *(uint4*)(row + i) = make_uint4(0, 0, 0, 0);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before a later bulk copy to the same place
-        barrier_arrive(full);
+    }
+    return begun;
+}
+
+// Says what the scales of two groups mean, and that the warp's part of the slice is there when its copies are.
+__device__ inline void publish(Shared& s, const Begun& begun, int (&largest)[2], int warp, int lane) {
+    Slice& slice = s.slices[begun.stage];
+    int scales[2];
+    bool wide = false;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        bool counts = begun.live && 2 * warp + i < CODED / 64;  // the last group has no scale
+        int scale = scales[i] = counts ? begun.scales >> (8 * i) & 255 : 0;
+        int found = __reduce_max_sync(0xffffffffu, scale), least = __reduce_min_sync(0xffffffffu, counts ? scale : 255);
+        largest[i] = begun.first ? found : max(found, largest[i]);
+        wide |= least < largest[i] - NARROW;
+    }
+    *(float2*)&slice.scales[lane][2 * warp] = make_float2(__int_as_float(scales[0] << 23) * PER_SCORE_UNIT, __int_as_float(scales[1] << 23) * PER_SCORE_UNIT);
+    int word = lane % 8 / 2 * 4 + lane / 8;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int power = scales[i] - largest[i];
+        ((u16*)&slice.factors[2 * warp + i][word])[lane & 1] = wide ? max(power + 127, 0) << 7 : max(power + 15, 0) << 10;
+    }
+    u32 live = __ballot_sync(0xffffffffu, begun.live);
+    __syncwarp();
+    if (lane == 0) {
+        s.largest[begun.stage][warp] = largest[0] | largest[1] << 8 | (wide ? WIDE : 0);
+        if (warp == 0) s.live[begun.stage] = live;
+        barrier_expect(&s.full[begun.stage], __popc(live >> (8 * warp) & 255) * ROW_BYTES);
     }
 }
 
-__device__ inline void fetch(Shared& s, const Cache& window, const Cache& compressed, int num_tokens, int lane) {
+// The lines of indices that a token may have, for the time when its lengths are known.
+__device__ inline void prefetch_indices(const Cache& cache, int token, int lane) {
+    const int* indices = cache.indices + (i64)token * cache.width;
+#pragma unroll 1
+    for (int i = lane * 32; i < cache.width; i += 32 * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(indices + i));
+}
+
+__device__ inline void fetch(Shared& s, const Cache& window, const Cache& compressed, int num_tokens, int warp, int lane) {
     u32 ranks = cluster_size(), rank = cluster_rank();
     int stage = 0;
     u32 phase = 1;  // a fresh barrier lets the first round pass
-    for (int token = blockIdx.x / ranks; token < num_tokens; token += gridDim.x / ranks) {
-        Tiles t(window, compressed, token, rank, ranks);
-        // Two tiles ahead, so that no index is waited for.
-        int next = slot_of(window, compressed, t, token, t.first, lane);
-        int after = slot_of(window, compressed, t, token, t.first + 1, lane);
-        for (int tile = t.first; tile < t.last; tile++) {
+    int largest[2] = {0, 0};
+    Begun before = {-1, false, false, 0};
+    int step = gridDim.x / ranks;
+    for (int token = blockIdx.x / ranks; token < num_tokens; token += step) {
+        Span span(window, compressed, token, rank, ranks);
+        if (warp == 0 && token + step < num_tokens) prefetch_indices(window, token + step, lane), prefetch_indices(compressed, token + step, lane);
+        // Two slices ahead, so that no index is waited for; scales are looked at a slice later.
+        int next = slot_of(window, compressed, span, token, span.first, lane);
+        int after = slot_of(window, compressed, span, token, span.first + 1, lane);
+        for (int slice = span.first; slice < span.last; slice++) {
             int slot = next;
             next = after;
-            after = slot_of(window, compressed, t, token, tile + 2, lane);
-            u32 live = __ballot_sync(0xffffffffu, slot >= 0);
+            after = slot_of(window, compressed, span, token, slice + 2, lane);
             barrier_wait(&s.empty[stage], phase);
-            if (lane == 0) {
-                s.live[stage] = live;
-                barrier_expect(&s.full[stage], __popc(live) * ROW_BYTES);
-            }
-            __syncwarp();
-            fetch_row(one_of(tile < t.window_tiles, window, compressed), s.tiles[stage], slot, lane, &s.full[stage]);
+            Begun begun = begin(s, one_of(slice < span.window_slices, window, compressed), stage, slot, slice == span.first, warp, lane);
+            if (before.stage >= 0) publish(s, before, largest, warp, lane);
+            before = begun;
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
     }
+    if (before.stage >= 0) publish(s, before, largest, warp, lane);
 }
 
-// The query, as the scores' matrix instructions take it: for 32 dims the four registers of two of them, whose first
-// takes the even dims of each four and whose second the odd ones, as `even_bytes` and `odd_bytes` deliver the keys.
-// The rotated dims are bf16 in the cache and come in their own order.
+// The query, as the scores' matrix instructions take it: for 32 dims the four registers of two of them, whose first takes
+// the dims 4t and 4t + 1 of 16 and whose second the next two, as `widen` delivers the keys. The rotated dims come in
+// their own order, over SCORE_UNIT. All are relative to a power of two that makes the head's largest 2^14 to 2^15.
 
-__device__ inline void query_registers(u32 (&r)[4], const u16* head, bool live, int first, int t) {
-    if (!live) {
-        r[0] = r[1] = r[2] = r[3] = 0;
-    } else if (first >= CODED) {
-        // Their keys are not over 2^120, so they are, for all sums to be.
-        const u32* pairs = (const u32*)(head + first + 2 * t);
-        for (int i = 0; i < 4; i++) r[i] = pair_of(low_of(pairs[4 * i]) / HALF, high_of(pairs[4 * i]) / HALF);
-    } else {
-        for (int i = 0; i < 2; i++) {
-            uint2 four = *(const uint2*)(head + first + 16 * i + 4 * t);
-            r[2 * i] = pair_of(low_of(four.x) * HALF, low_of(four.y) * HALF);
-            r[2 * i + 1] = pair_of(high_of(four.x) * HALF, high_of(four.y) * HALF);
+__device__ inline const uint4* query_at(const u16* q, i64 q_head, const Output& out, int head, int lane) {
+    return (const uint4*)(q + min(head, out.num_heads - 1) * q_head) + lane;
+}
+
+// Two heads of a warp, the first of which is `first`.
+__device__ inline void take_two_heads(Shared& s, const u16* q, i64 q_head, const Output& out, int first, int lane) {
+    uint4 loaded[2][2];
+    float sinks[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint4* from = query_at(q, q_head, out, first + i * WARPS, lane);
+        loaded[i][0] = from[0], loaded[i][1] = from[32];
+        sinks[i] = out.sink[min(first + i * WARPS, out.num_heads - 1)];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int head = first + i * WARPS;
+        u32 largest = 0;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const u32 words[4] = {loaded[i][j].x, loaded[i][j].y, loaded[i][j].z, loaded[i][j].w};
+#pragma unroll
+            for (int k = 0; k < 4; k++) largest = max(largest, max(words[k] & 0x7fff, words[k] >> 16 & 0x7fff));
+        }
+        int exponent = max((int)(__reduce_max_sync(0xffffffffu, largest) >> 7), 15);
+        float per_unit = head < out.num_heads ? __int_as_float((268 - exponent) << 23) : 0;
+        if (lane == 0) s.unit[head] = __int_as_float((exponent - 14) << 23), s.sink[head] = sinks[i];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const u32 words[4] = {loaded[i][j].x, loaded[i][j].y, loaded[i][j].z, loaded[i][j].w};
+            int dim = j * 256 + lane * 8;
+            u32 (*to)[4] = &s.query[dim / 32][head / 8][head % 8 * 4];
+            if (dim < CODED) {
+                u32 r[4];
+#pragma unroll
+                for (int k = 0; k < 4; k++) r[k] = half_pair(low_of(words[k]) * per_unit, high_of(words[k]) * per_unit);
+                int at = dim % 32 / 16 * 2;
+                *(uint2*)&to[dim % 16 / 4][at] = make_uint2(r[0], r[1]);
+                *(uint2*)&to[dim % 16 / 4 + 1][at] = make_uint2(r[2], r[3]);
+            } else {
+                float by = per_unit * PER_SCORE_UNIT;
+#pragma unroll
+                for (int k = 0; k < 4; k++) to[k][dim % 32 / 8] = pair_of(low_of(words[k]) * by, high_of(words[k]) * by);
+            }
         }
     }
 }
 
-// Scores of 16 keys over half of the dims, over 2^60.
-
-struct Query {
-#if HEADS > 8
-    const u32 (*fragments)[N_TILES][32][4];
-#else
-    u32 fragments[8][4];
-#endif
-};
-
-__device__ inline void take_query(u32 (&r)[4], const Query& query, int part, int n, int half, int lane) {
-#if HEADS > 8
-    uint4 four = *(const uint4*)query.fragments[half * 8 + part][n][lane];
-    r[0] = four.x, r[1] = four.y, r[2] = four.z, r[3] = four.w;
-#else
-    for (int i = 0; i < 4; i++) r[i] = query.fragments[part][i];
-#endif
+__device__ inline void prefetch_query(const u16* q, i64 q_head, const Output& out, int warp, int lane) {
+#pragma unroll 1
+    for (int head = warp; head < HEADS; head += WARPS)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)query_at(q, q_head, out, head, 2 * lane)));
 }
 
-__device__ inline void score(float (&scores)[N_TILES][4], const Tile& tile, const Query& query, int warp, int lane) {
-    int half = warp >> 1, group = lane >> 2, first_key = (warp & 1) * 16;
-    u32 rows = address(tile.rows) + (first_key + (lane & 15)) * PITCH + (lane >> 4) * 16;
-    u64 scales_low = *(const u64*)(tile.scales + (first_key + group) * SCALE_BYTES);
-    u64 scales_high = *(const u64*)(tile.scales + (first_key + group + 8) * SCALE_BYTES);
-    u32 four_low = half ? (u32)(scales_low >> 32) : (u32)scales_low;
-    u32 four_high = half ? (u32)(scales_high >> 32) : (u32)scales_high;
+// Scores of a warp's 16 keys, which are half of a slice, over SCORE_UNIT and the query's unit. Of a thread: keys g and
+// g + 8, for the heads 2t and 2t + 1 of each n.
+typedef float Scores[N_TILES][4];
+
+__device__ inline void score(Scores& scores, const Shared& s, const Slice& slice, int first_key, int lane) {
+    int g = lane >> 2;
+    u32 rows = address(slice.rows) + (first_key + (lane & 15)) * PITCH + (lane >> 4) * 16;
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
 #pragma unroll
-    for (int part = 0; part < 4; part++) {  // 64 dims, which have one scale
+    for (int step = 0; step < 4; step++) {
+        u32 k[4];
+        load_matrices(k, rows + CODED + step * 32);
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) {
+            uint2 q = *(const uint2*)&s.query[CODED / 32 + step / 2][n][lane][step % 2 * 2];
+            multiply_bf16(scores[n], k[0], k[1], k[2], k[3], q.x, q.y);
+        }
+    }
+#pragma unroll
+    for (int group = 0; group < CODED / 64; group++) {
         float sums[N_TILES][4] = {};
-        bool coded = half == 0 || part < 3;
-        if (coded) {
 #pragma unroll
-            for (int step = 0; step < 2; step++) {
-                u32 k[4], q[4];
-                load_matrices(k, rows + half * 256 + part * 64 + step * 32);
+        for (int step = 0; step < 2; step++) {
+            u32 k[4], wide[8];
+            load_matrices(k, rows + group * 64 + step * 32);
 #pragma unroll
-                for (int n = 0; n < N_TILES; n++) {
-                    take_query(q, query, part * 2 + step, n, half, lane);
-                    multiply(sums[n], even_bytes(k[0]), even_bytes(k[1]), odd_bytes(k[0]), odd_bytes(k[1]), q[0], q[1]);
-                    multiply(sums[n], even_bytes(k[2]), even_bytes(k[3]), odd_bytes(k[2]), odd_bytes(k[3]), q[2], q[3]);
-                }
-            }
-            float low = scale_of((four_low >> (8 * part)) & 255), high = scale_of((four_high >> (8 * part)) & 255);
+            for (int i = 0; i < 4; i++) widen(k[i], wide[2 * i], wide[2 * i + 1]);
 #pragma unroll
             for (int n = 0; n < N_TILES; n++) {
-                scores[n][0] += sums[n][0] * low, scores[n][1] += sums[n][1] * low;
-                scores[n][2] += sums[n][2] * high, scores[n][3] += sums[n][3] * high;
+                uint4 q = *(const uint4*)s.query[group * 2 + step][n][lane];
+                multiply_f16(sums[n], wide[0], wide[2], wide[1], wide[3], q.x, q.y);
+                multiply_f16(sums[n], wide[4], wide[6], wide[5], wide[7], q.z, q.w);
             }
-        } else {
+        }
+        float low = slice.scales[first_key + g][group], high = slice.scales[first_key + g + 8][group];
 #pragma unroll
-            for (int step = 0; step < 4; step++) {
-                u32 k[4], q[4];
-                load_matrices(k, rows + CODED + step * 32);
-#pragma unroll
-                for (int n = 0; n < N_TILES; n++) {
-                    take_query(q, query, part * 2 + step / 2, n, half, lane);
-                    multiply(scores[n], k[0], k[1], k[2], k[3], q[step % 2 * 2], q[step % 2 * 2 + 1]);
-                }
-            }
+        for (int n = 0; n < N_TILES; n++) {
+            scores[n][0] += sums[n][0] * low, scores[n][1] += sums[n][1] * low;
+            scores[n][2] += sums[n][2] * high, scores[n][3] += sums[n][3] * high;
         }
     }
 }
 
-// The softmax of a tile's scores, unnormalised and relative to a running maximum. A thread has one head of each n, and
-// of its keys 2t, 2t + 1, 2t + 8, 2t + 9, and the four that are 16 more: what a sum's matrix instruction takes from it.
-
+// The softmax, unnormalised and relative to a running maximum, which all warps have in common.
 struct Softmax {
-    float top[N_TILES], total[N_TILES];  // in powers of 2; of this thread's keys
+    float scale[N_TILES][2], top[N_TILES][2], total[N_TILES][2];  // in powers of 2; totals of this thread's keys
 
-    __device__ void begin() {
-        for (int n = 0; n < N_TILES; n++) top[n] = -INFINITY_F, total[n] = 0;
+    __device__ void begin(const Shared& s, float by, int lane) {
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) scale[n][j] = s.unit[n * 8 + lane % 4 * 2 + j] * by, top[n][j] = -INFINITY_F, total[n][j] = 0;
     }
 };
 
-// Returns whether sums up to now must be multiplied by `shrink`.
-__device__ inline bool soften(float (&weights)[N_TILES][8], float (&shrink)[N_TILES], Softmax& softmax, const float (&scores)[2][HEADS * SCORE_PITCH], u32 live, float scale, int lane) {
-    int head = lane >> 2, t = lane & 3;
-    bool moved = false;
-    live >>= 2 * t;
+// Weights of a warp's keys times 2^WEIGHT_SHIFT, f16 and bf16, in the order in which the sums' matrix instructions take
+// pairs of keys.
+__device__ inline void give_weights(Scores& weights, u32 (&to)[2][WARPS][N_TILES][32][2], const Scores& x, const Softmax& softmax, int warp, int lane) {
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-        float x[8], largest = -INFINITY_F;
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            int at = (n * 8 + head) * SCORE_PITCH + 8 * (i / 2) + 2 * t;
-            float2 a = *(const float2*)&scores[0][at], b = *(const float2*)&scores[1][at];
-            x[i] = live >> (4 * i) & 1 ? (a.x + b.x) * scale : -INFINITY_F;
-            x[i + 1] = live >> (4 * i + 1) & 1 ? (a.y + b.y) * scale : -INFINITY_F;
-            largest = fmaxf(largest, fmaxf(x[i], x[i + 1]));
+        for (int i = 0; i < 4; i++) {
+            float top = softmax.top[n][i % 2];
+            weights[n][i] = power_of_2(x[n][i] - (top == -INFINITY_F ? 0 : top) + WEIGHT_SHIFT);
         }
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        shrink[n] = 1;
-        if (largest > softmax.top[n] + SLACK) {
-            shrink[n] = power_of_2(softmax.top[n] - largest);
-            softmax.total[n] *= shrink[n];
-            softmax.top[n] = largest;
-            moved = true;
-        }
-        float base = softmax.top[n] == -INFINITY_F ? 0 : softmax.top[n];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            weights[n][i] = power_of_2(x[i] - base);
-            softmax.total[n] += weights[n][i];
-        }
+        const float(&w)[4] = weights[n];
+        *(uint2*)to[0][warp][n][lane] = make_uint2(transposed(half_pair(w[0], w[1])), transposed(half_pair(w[2], w[3])));
+        *(uint2*)to[1][warp][n][lane] = make_uint2(transposed(pair_of(w[0], w[1])), transposed(pair_of(w[2], w[3])));
     }
-    return __any_sync(0xffffffffu, moved);
 }
 
 // Weighted sums of 64 dims, [part of 16 dims][n]. Of a thread: dims 2g and 2g + 1 of the part (coded) or g and g + 8
 // (rotated), for the heads 2t and 2t + 1.
 typedef float Sums[4][N_TILES][4];
 
-__device__ inline void multiply_sums(Sums& sums, const float (&by)[N_TILES], float all, int lane) {
-    int t = lane & 3;
+__device__ inline void multiply_sums(Sums& sums, const float (&by)[N_TILES][2]) {
 #pragma unroll
-    for (int n = 0; n < N_TILES; n++) {
-        float first = __shfl_sync(0xffffffffu, by[n], 8 * t) * all, second = __shfl_sync(0xffffffffu, by[n], 8 * t + 4) * all;
+    for (int part = 0; part < 4; part++)
 #pragma unroll
-        for (int part = 0; part < 4; part++) {
-            sums[part][n][0] *= first, sums[part][n][2] *= first;
-            sums[part][n][1] *= second, sums[part][n][3] *= second;
+        for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[part][n][i] *= by[n][i % 2];
+}
+
+__device__ inline void multiply_sums(Sums& sums, float by) {
+    float all[N_TILES][2];
+    for (int n = 0; n < N_TILES; n++) all[n][0] = all[n][1] = by;
+    multiply_sums(sums, all);
+}
+
+typedef u32 Weights[N_TILES][4];  // of the 32 keys of a slice
+
+__device__ inline void take_weights(Weights& w, const u32 (&from)[WARPS][N_TILES][32][2], int slice, int lane) {
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint2 two = *(const uint2*)from[2 * slice + i][n][lane];
+            w[n][2 * i] = two.x, w[n][2 * i + 1] = two.y;
+        }
+}
+
+// Adds a slice's rows in the 64 dims of a group, relative to the group's largest scale.
+__device__ inline void mix_coded(Sums& sums, const Slice& slice, const Weights& weights, int group, int lane) {
+    uint4 four = *(const uint4*)&slice.factors[group][lane % 4 * 4];
+    const u32 factors[4] = {four.x, four.y, four.z, four.w};
+    Weights w;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[n][i] = half_product(weights[n][i], factors[i]);
+    u32 rows = address(slice.rows) + lane * PITCH + group * 64;
+#pragma unroll
+    for (int part = 0; part < 4; part++) {
+        u32 v[4], wide[8];
+        load_transposed(v, rows + part * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) widen(__byte_perm(v[i], 0, 0x3120), wide[2 * i], wide[2 * i + 1]);
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) {
+            multiply_f16(sums[part][n], wide[0], wide[1], wide[2], wide[3], w[n][0], w[n][1]);
+            multiply_f16(sums[part][n], wide[4], wide[5], wide[6], wide[7], w[n][2], w[n][3]);
         }
     }
 }
 
-// Adds a tile's rows in the 64 dims of a group to sums that are over 2^60 and relative to the scale byte `largest`.
-__device__ inline void mix_coded(Sums& sums, u32& largest, const Tile& tile, const u32 (&both)[8], const float (&weights)[N_TILES][8], int group, int lane) {
-    u32 scales[8], found = 0;
+// The same where scales are far apart.
+__device__ inline void mix_wide(Sums& sums, const Slice& slice, const Weights& weights, int group, int lane) {
+    const float codes_shift = __int_as_float((127 + 120) << 23);
+    Weights w;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        scales[i] = group & 1 ? both[i] >> 8 : both[i] & 255;
-        found = max(found, scales[i]);
-    }
-    found = __reduce_max_sync(0xffffffffu, found);
-    if (found > largest) {
-        float one[N_TILES];
-        for (int n = 0; n < N_TILES; n++) one[n] = 1;
-        multiply_sums(sums, one, power_of_2((float)(int)(largest - found)), lane);
-        largest = found;
-    }
-    u32 b[N_TILES][4];
+    for (int i = 0; i < 4; i++) {
+        u32 factor = slice.factors[group][lane % 4 * 4 + i];
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-        float first = __int_as_float(max((int)(scales[i] - largest) + 187, 0) << 23);  // 2^(difference + 60)
-        float second = __int_as_float(max((int)(scales[i + 1] - largest) + 187, 0) << 23);
-#pragma unroll
-        for (int n = 0; n < N_TILES; n++) b[n][i / 2] = pair_of(weights[n][i] * first, weights[n][i + 1] * second);
+        for (int n = 0; n < N_TILES; n++)
+            w[n][i] = pair_of(low_of(weights[n][i]) * (low_of(factor) * codes_shift), high_of(weights[n][i]) * (high_of(factor) * codes_shift));
     }
-    u32 rows = address(tile.rows) + lane * PITCH + group * 64;
+    u32 rows = address(slice.rows) + lane * PITCH + group * 64;
 #pragma unroll
     for (int part = 0; part < 4; part++) {
         u32 v[4];
         load_transposed(v, rows + part * 16);
 #pragma unroll
         for (int n = 0; n < N_TILES; n++) {
-            multiply(sums[part][n], even_bytes(v[0]), odd_bytes(v[0]), even_bytes(v[1]), odd_bytes(v[1]), b[n][0], b[n][1]);
-            multiply(sums[part][n], even_bytes(v[2]), odd_bytes(v[2]), even_bytes(v[3]), odd_bytes(v[3]), b[n][2], b[n][3]);
+            multiply_bf16(sums[part][n], even_bytes(v[0]), odd_bytes(v[0]), even_bytes(v[1]), odd_bytes(v[1]), w[n][0], w[n][1]);
+            multiply_bf16(sums[part][n], even_bytes(v[2]), odd_bytes(v[2]), even_bytes(v[3]), odd_bytes(v[3]), w[n][2], w[n][3]);
         }
     }
 }
 
-__device__ inline void mix_rotated(Sums& sums, const Tile& tile, const float (&weights)[N_TILES][8], int lane) {
-    u32 b[N_TILES][4];
-#pragma unroll
-    for (int n = 0; n < N_TILES; n++)
-        for (int i = 0; i < 4; i++) b[n][i] = pair_of(weights[n][2 * i], weights[n][2 * i + 1]);
-    u32 rows = address(tile.rows) + ((lane & 7) + (lane >> 4) * 8) * PITCH + CODED + ((lane >> 3) & 1) * 16;
+__device__ inline void mix_rotated(Sums& sums, const Slice& slice, const Weights& w, int lane) {
+    u32 rows = address(slice.rows) + ((lane & 7) + (lane >> 4) * 8) * PITCH + CODED + ((lane >> 3) & 1) * 16;
 #pragma unroll
     for (int part = 0; part < 4; part++)
 #pragma unroll
@@ -371,13 +490,54 @@ __device__ inline void mix_rotated(Sums& sums, const Tile& tile, const float (&w
             u32 v[4];
             load_transposed(v, rows + step * 16 * PITCH + part * 32);
 #pragma unroll
-            for (int n = 0; n < N_TILES; n++) multiply(sums[part][n], v[0], v[1], v[2], v[3], b[n][2 * step], b[n][2 * step + 1]);
+            for (int n = 0; n < N_TILES; n++) multiply_bf16(sums[part][n], v[0], v[1], v[2], v[3], w[n][2 * step], w[n][2 * step + 1]);
         }
 }
 
-// The sums, as they go to the output or to the other CTAs of the cluster: `put(head, dim, of dim, of dim + 1)`.
-template <class Put>
-__device__ inline void put_sums(const Sums& sums, int group, bool rotated, int lane, Put put) {
+// The sums of a warp's 128 dims, whose last group has the rotated ones.
+struct Mix {
+    Sums left = {}, right = {};
+    u32 largest = 0;  // scale bytes of both groups
+
+    __device__ void multiply(const float (&by)[N_TILES][2]) {
+        multiply_sums(left, by);
+        multiply_sums(right, by);
+    }
+
+    // Adds slice `i` of a tile.
+    __device__ void add(const Shared& s, int stage, const u32 (&weights)[2][WARPS][N_TILES][32][2], int i, int warp, int lane) {
+        const Slice& slice = s.slices[stage];
+        bool rotated = warp == WARPS - 1;
+        u32 now = s.largest[stage][warp];
+        if ((now & 0xffff) != largest) {
+            multiply_sums(left, power_of_2((float)(int)(largest & 255) - (float)(int)(now & 255)));
+            multiply_sums(right, power_of_2((float)(int)(largest >> 8) - (float)(int)(now >> 8 & 255)));
+            largest = now & 0xffff;
+        }
+        Weights w;
+        if (now & WIDE) {
+            take_weights(w, weights[1], i, lane);
+            mix_wide(left, slice, w, 2 * warp, lane);
+            if (!rotated) mix_wide(right, slice, w, 2 * warp + 1, lane);
+        } else {
+            take_weights(w, weights[0], i, lane);
+            mix_coded(left, slice, w, 2 * warp, lane);
+            if (!rotated) mix_coded(right, slice, w, 2 * warp + 1, lane);
+        }
+        if (rotated) {
+            take_weights(w, weights[1], i, lane);
+            mix_rotated(right, slice, w, lane);
+        }
+    }
+
+    __device__ void give_scales_back(int warp) {
+        multiply_sums(left, scale_of(largest & 255));
+        if (warp < WARPS - 1) multiply_sums(right, scale_of(largest >> 8));
+    }
+};
+
+// The sums of a group as results.
+__device__ inline void store(const Sums& sums, int group, bool rotated, const Output& out, int token, int lane) {
     int g = lane >> 2, t = lane & 3;
     bool odd = g & 1;
 #pragma unroll
@@ -386,149 +546,206 @@ __device__ inline void put_sums(const Sums& sums, int group, bool rotated, int l
         for (int n = 0; n < N_TILES; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                int head = n * 8 + 2 * t + i, dim = group * 64 + part * 16;
+                int head = n * 8 + 2 * t + i, dim = 2 * g;
                 float first = sums[part][n][i], second = sums[part][n][i + 2];
                 if (rotated) {
                     // Of dims g and g + 8; of two neighbours the even g takes both lower ones, the odd one both upper.
                     float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
-                    put(head, dim + (odd ? g + 7 : g), odd ? other : first, odd ? second : other);
-                } else {
-                    put(head, dim + 2 * g, first, second);
+                    dim = odd ? g + 7 : g, first = odd ? other : first, second = odd ? second : other;
                 }
+                u16* to = out.data + token * out.token_stride + head * out.head_stride + group * 64 + part * 16 + dim;
+                if (head < out.num_heads) *(u32*)to = pair_of(first, second);
             }
+}
+
+// Where the CTA that adds a part up has the sums of CTA `rank`: its first part, and the floats of a head.
+__device__ inline u32 part_owner(u32 part, u32 ranks) { return (part * ranks + ranks - 1) / PARTS; }
+__device__ inline u32 first_part(u32 rank, u32 ranks) { return rank * PARTS / ranks; }
+__device__ inline u32 head_pitch(u32 ranks) { return (PARTS + ranks - 1) / ranks * 16 + 8; }  // heads in different banks
+
+__device__ inline float total_of(const Shared& s, int head) { return s.total[0][head] + s.total[1][head] + s.total[2][head] + s.total[3][head]; }
+
+__device__ inline void give_sums(Shared& s, const Sums& sums, int group, int lane) {
+    u32 ranks = cluster_size(), g = lane >> 2, t = lane & 3, pitch = head_pitch(ranks);
+#pragma unroll
+    for (u32 part = 0; part < 4; part++) {
+        u32 all = group * 4 + part, owner = part_owner(all, ranks);
+        u32 to = in_rank(address(s.parts.sums) + ((cluster_rank() * HEADS + 2 * t) * pitch + (all - first_part(owner, ranks)) * 16 + 2 * g) * 4, owner);
+        u32 given = in_rank(address(&s.given), owner);
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) give_2(to + (n * 8 + i) * pitch * 4, sums[part][n][i], sums[part][n][i + 2], given);
+    }
+}
+
+// What this CTA has of a token, to where it is added up. The rotated dims g and g + 8 of a part are side by side there.
+__device__ inline void give(Shared& s, const Mix& mix, int warp, int lane) {
+    u32 ranks = cluster_size();
+    give_sums(s, mix.left, 2 * warp, lane);
+    give_sums(s, mix.right, 2 * warp + 1, lane);
+    if (lane < HEADS)
+        for (u32 to = warp; to < ranks; to += WARPS)
+            give_2(in_rank(address(&s.parts.ends[cluster_rank()][lane]), to), s.top[0][lane], total_of(s, lane), in_rank(address(&s.given), to));
+}
+
+// The bytes that `give` brings a CTA.
+__device__ inline u32 given_bytes(u32 rank, u32 ranks) { return ranks * HEADS * ((first_part(rank + 1, ranks) - first_part(rank, ranks)) * 64 + 8); }
+
+// The parts of a cluster's CTAs, added up, each CTA some of the dims of all heads.
+__device__ inline void add_parts(const Shared& s, const Output& out, int token, int warp, int lane) {
+    u32 ranks = cluster_size(), pitch = head_pitch(ranks), first = first_part(cluster_rank(), ranks);
+    u32 quads = (first_part(cluster_rank() + 1, ranks) - first) * 4;
+#pragma unroll 1
+    for (int head = warp; head < min(HEADS, out.num_heads); head += WARPS) {
+        bool live = lane < ranks;
+        float2 end = live ? s.parts.ends[lane][head] : make_float2(-INFINITY_F, 0);
+        float highest = end.x;
+#pragma unroll
+        for (int far = MAX_RANKS / 2; far; far /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, far));
+        // A CTA gave its average.
+        float factor = end.y * power_of_2(end.x - (highest == -INFINITY_F ? 0 : highest)), whole = factor;
+#pragma unroll
+        for (int far = MAX_RANKS / 2; far; far /= 2) whole += __shfl_xor_sync(0xffffffffu, whole, far);
+        factor *= share_of(highest - WEIGHT_SHIFT, whole, s.sink[head]);
+#pragma unroll 1
+        for (u32 quad = lane; quad < (quads + 31) / 32 * 32; quad += 32) {
+            float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 2
+            for (u32 r = 0; r < ranks; r++) {
+                float f = __shfl_sync(0xffffffffu, factor, r);
+                float4 v = *(const float4*)&s.parts.sums[(r * HEADS + head) * pitch + min(quad, quads - 1) * 4];
+                sum.x += v.x * f, sum.y += v.y * f, sum.z += v.z * f, sum.w += v.w * f;
+            }
+            u32 dim = first * 16 + quad * 4, one = pair_of(sum.x, sum.y), other = pair_of(sum.z, sum.w);
+            u16* to = out.data + token * out.token_stride + head * out.head_stride + dim;
+            if (quad >= quads) continue;
+            if (dim < CODED) {
+                *(uint2*)to = make_uint2(one, other);
+            } else {  // dims 2i, 2i + 8, 2i + 1, 2i + 9 of a part, for the i-th quad
+                u16* pair = to - quad % 4 * 2;
+                *(u32*)pair = __byte_perm(one, other, 0x5410);
+                *(u32*)(pair + 8) = __byte_perm(one, other, 0x7632);
+            }
+        }
+    }
 }
 
 __device__ inline void compute(Shared& s, const Cache& window, const Cache& compressed, const u16* q, i64 q_token, i64 q_head,
                                const Output& out, float scale, int num_tokens, int warp, int lane) {
     u32 ranks = cluster_size(), rank = cluster_rank();
-    int half = warp >> 1, g = lane >> 2, t = lane & 3;
+    int g = lane >> 2, t = lane & 3, step = gridDim.x / ranks;
     int stage = 0;
     u32 phase = 0, turn = 0;
-    for (int token = blockIdx.x / ranks; token < num_tokens; token += gridDim.x / ranks) {
-        const u16* row = q + token * q_token;
-        Query query;
-#if HEADS > 8
-        for (int i = warp * 32 + lane; i < DIMS / 32 * N_TILES * 32; i += COMPUTE_WARPS * 32) {
-            int l = i & 31, n = (i >> 5) % N_TILES, part = (i >> 5) / N_TILES, head = n * 8 + (l >> 2);
-            u32 r[4];
-            query_registers(r, row + head * q_head, head < out.num_heads, part * 32, l & 3);
-            *(uint4*)s.query[part][n][l] = make_uint4(r[0], r[1], r[2], r[3]);
-        }
-        query.fragments = s.query;
-        compute_warps_meet();
-#else
-#pragma unroll
-        for (int part = 0; part < 8; part++) query_registers(query.fragments[part], row + g * q_head, g < out.num_heads, half * 256 + part * 32, t);
-#endif
-        Tiles tiles(window, compressed, token, rank, ranks);
+    if (HEADS > 8) prefetch_query(q + blockIdx.x / ranks * q_token, q_head, out, warp, lane);
+    for (int token = blockIdx.x / ranks; token < num_tokens; token += step) {
+        Span span(window, compressed, token, rank, ranks);
+#pragma unroll 1
+        for (int head = warp; head < HEADS; head += 2 * WARPS) take_two_heads(s, q + token * q_token, q_head, out, head, lane);
+        meet();
+        if (token + step < num_tokens) prefetch_query(q + (token + step) * q_token, q_head, out, warp, lane);
         Softmax softmax;
-        softmax.begin();
-        Sums left = {}, right = {};
-        u32 largest_left = 0, largest_right = 0;
-        for (int tile = tiles.first; tile < tiles.last; tile++) {
-            barrier_wait(&s.full[stage], phase);
-            const Tile& rows = s.tiles[stage];
-            float scores[N_TILES][4];
-            score(scores, rows, query, warp, lane);
+        softmax.begin(s, scale, lane);
+        Mix mix;
+        for (int tile = span.first; tile < span.last; tile += 2) {
+            int second = stage + 1 == STAGES ? 0 : stage + 1;
+            u32 second_phase = second ? phase : phase ^ 1;
+            int mine = warp < 2 ? stage : second;
+            barrier_wait(&s.full[mine], warp < 2 ? phase : second_phase);
+            Scores x;
+            score(x, s, s.slices[mine], warp % 2 * 16, lane);
+            u32 live = s.live[mine] >> (warp % 2 * 16 + g);
+            bool above = false;
 #pragma unroll
             for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) s.scores[turn][half][(n * 8 + 2 * t + (i & 1)) * SCORE_PITCH + (warp & 1) * 16 + g + 8 * (i >> 1)] = scores[n][i];
-            u32 live = s.live[stage];
-            compute_warps_meet();
-            float weights[N_TILES][8], shrink[N_TILES];
-            if (soften(weights, shrink, softmax, s.scores[turn], live, scale, lane)) {
-                multiply_sums(left, shrink, 1, lane);
-                multiply_sums(right, shrink, 1, lane);
-            }
-            u32 scales[8];  // of the keys of `weights`, of both groups
+                for (int i = 0; i < 4; i++) {
+                    x[n][i] = live >> (i / 2 * 8) & 1 ? __fmul_rn(x[n][i], softmax.scale[n][i % 2]) : -INFINITY_F;
+                    above |= x[n][i] > softmax.top[n][i % 2] + WEIGHT_SLACK;
+                }
+            Scores weights;
+            while (true) {
+                give_weights(weights, s.weights[turn], x, softmax, warp, lane);
+                if (!meet_any(above)) break;
+                // Of all the tile's keys the largest, where that is too much more than the maximum until now.
 #pragma unroll
-            for (int i = 0; i < 8; i++) scales[i] = *(const u16*)(rows.scales + ((i >> 1) * 8 + 2 * t + (i & 1)) * SCALE_BYTES + 2 * warp);
-            mix_coded(left, largest_left, rows, scales, weights, 2 * warp, lane);
-            if (warp < COMPUTE_WARPS - 1) mix_coded(right, largest_right, rows, scales, weights, 2 * warp + 1, lane);
-            else mix_rotated(right, rows, weights, lane);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(&s.empty[stage]);
+                for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        float largest = fmaxf(x[n][j], x[n][j + 2]);
+#pragma unroll
+                        for (int far = 4; far < 32; far *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, far));
+                        if (g == 0) s.top[warp][n * 8 + 2 * t + j] = largest;
+                    }
+                meet();
+                float shrink[N_TILES][2];
+#pragma unroll
+                for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        int head = n * 8 + 2 * t + j;
+                        float largest = fmaxf(fmaxf(s.top[0][head], s.top[1][head]), fmaxf(s.top[2][head], s.top[3][head]));
+                        shrink[n][j] = 1;
+                        if (largest > softmax.top[n][j] + WEIGHT_SLACK) {
+                            shrink[n][j] = power_of_2(softmax.top[n][j] - largest);
+                            softmax.top[n][j] = largest;
+                        }
+                        softmax.total[n][j] *= shrink[n][j];
+                    }
+                mix.multiply(shrink);
+                above = false;
+            }
+#pragma unroll
+            for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) softmax.total[n][j] += weights[n][j] + weights[n][j + 2];
+
+            // A loop, and not its two rounds, since code that runs once is read from memory once.
+#pragma unroll 1
+            for (int i = 0; i < 2; i++) {
+                barrier_wait(&s.full[stage], phase);
+                mix.add(s, stage, s.weights[turn], i, warp, lane);
+                warp_arrive(&s.empty[stage], lane);
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            }
             turn ^= 1;
-            if (++stage == STAGES) stage = 0, phase ^= 1;
         }
 
-        float one[N_TILES];
+        if (ranks > 1) cluster_arrive_relaxed();  // the slices, whose place the parts take, have been read
 #pragma unroll
-        for (int n = 0; n < N_TILES; n++) {
-            one[n] = 1;
-            softmax.total[n] += __shfl_xor_sync(0xffffffffu, softmax.total[n], 1);
-            softmax.total[n] += __shfl_xor_sync(0xffffffffu, softmax.total[n], 2);
-        }
-        bool rotated = warp == COMPUTE_WARPS - 1;
-        multiply_sums(left, one, HALF, lane);
-        multiply_sums(left, one, scale_of(largest_left), lane);
-        if (!rotated) {
-            multiply_sums(right, one, HALF, lane);
-            multiply_sums(right, one, scale_of(largest_right), lane);
-        }
+        for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float total = softmax.total[n][j];
+#pragma unroll
+                for (int far = 4; far < 32; far *= 2) total += __shfl_xor_sync(0xffffffffu, total, far);
+                int head = n * 8 + 2 * t + j;
+                if (g == 0) s.total[warp][head] = total;
+                if (g == 0 && warp == 0) s.top[0][head] = softmax.top[n][j];
+            }
+        meet();
+        // Averages before scales, which could make sums larger than fp32 has room for.
+        float share[N_TILES][2];
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int head = n * 8 + 2 * t + j;
+                float total = total_of(s, head);
+                if (ranks == 1) share[n][j] = share_of(softmax.top[n][j] - WEIGHT_SHIFT, total, s.sink[head]);
+                else share[n][j] = total == 0 ? 0 : reciprocal(total);
+            }
+        mix.multiply(share);
+        mix.give_scales_back(warp);
         if (ranks == 1) {
-            float share[N_TILES];
-#pragma unroll
-            for (int n = 0; n < N_TILES; n++) {
-                int head = n * 8 + g;
-                share[n] = head < out.num_heads ? share_of(softmax.top[n], softmax.total[n], out.sink[head]) : 0;
-            }
-            multiply_sums(left, share, 1, lane);
-            multiply_sums(right, share, 1, lane);
-            auto store = [&](int head, int dim, float first, float second) {
-                if (head < out.num_heads) *(u32*)(out.data + token * out.token_stride + head * out.head_stride + dim) = pair_of(first, second);
-            };
-            put_sums(left, 2 * warp, false, lane, store);
-            put_sums(right, 2 * warp + 1, rotated, lane, store);
+            store(mix.left, 2 * warp, false, out, token, lane);
+            store(mix.right, 2 * warp + 1, warp == WARPS - 1, out, token, lane);
         } else {
-            compute_warps_meet();  // the tiles, whose place the part takes, have been read
-            auto keep = [&](int head, int dim, float first, float second) { *(float2*)&s.part.sums[head][dim] = make_float2(first, second); };
-            put_sums(left, 2 * warp, false, lane, keep);
-            put_sums(right, 2 * warp + 1, rotated, lane, keep);
-            if (warp == 0 && t == 0)
-#pragma unroll
-                for (int n = 0; n < N_TILES; n++) s.part.top[n * 8 + g] = softmax.top[n], s.part.total[n * 8 + g] = softmax.total[n];
+            cluster_wait();
+            give(s, mix, warp, lane);
+            barrier_wait(&s.given, 0);
+            add_parts(s, out, token, warp, lane);
         }
-    }
-}
-
-// The parts of a cluster's CTAs, added up, each CTA a share of the numbers. Loads from other CTAs are slow and are begun
-// together.
-__device__ inline void combine(Shared& s, const Output& out) {
-    u32 ranks = cluster_size(), rank = cluster_rank();
-    int token = blockIdx.x / ranks;
-    if (threadIdx.x < HEADS) {
-        int head = threadIdx.x;
-        float top[MAX_RANKS], total[MAX_RANKS], highest = -INFINITY_F, whole = 0;
-#pragma unroll
-        for (int r = 0; r < MAX_RANKS; r++) {
-            top[r] = r < ranks ? load_remote(in_rank(address(&s.part.top[head]), r)) : -INFINITY_F;
-            total[r] = r < ranks ? load_remote(in_rank(address(&s.part.total[head]), r)) : 0;
-        }
-#pragma unroll
-        for (int r = 0; r < MAX_RANKS; r++) highest = fmaxf(highest, top[r]);
-        float base = highest == -INFINITY_F ? 0 : highest;
-#pragma unroll
-        for (int r = 0; r < MAX_RANKS; r++) whole += total[r] * power_of_2(top[r] - base);
-        float share = head < out.num_heads ? share_of(highest, whole, out.sink[head]) : 0;
-#pragma unroll
-        for (int r = 0; r < MAX_RANKS; r++) s.part.factor[r][head] = power_of_2(top[r] - base) * share;
-    }
-    __syncthreads();
-    for (u32 i = rank * THREADS + threadIdx.x; i < HEADS * DIMS / 4; i += ranks * THREADS) {
-        u32 head = i / (DIMS / 4), dim = i % (DIMS / 4) * 4;
-        float4 loaded[MAX_RANKS], sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int r = 0; r < MAX_RANKS; r++)
-            if (r < ranks) loaded[r] = load_remote_4(in_rank(address(&s.part.sums[head][dim]), r));
-#pragma unroll
-        for (int r = 0; r < MAX_RANKS; r++)
-            if (r < ranks) {
-                float f = s.part.factor[r][head];
-                sum.x += loaded[r].x * f, sum.y += loaded[r].y * f, sum.z += loaded[r].z * f, sum.w += loaded[r].w * f;
-            }
-        if (head < out.num_heads) *(uint2*)(out.data + token * out.token_stride + head * out.head_stride + dim) = make_uint2(pair_of(sum.x, sum.y), pair_of(sum.z, sum.w));
     }
 }
 
@@ -542,22 +759,26 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
     Shared& s = *(Shared*)memory;
     Cache first = {window, window_stride, window_page_size, window_rows, window_indices, window_lengths, window_width};
     Cache second = {compressed, compressed_stride, compressed_page_size, compressed_rows, compressed_indices, compressed_lengths, compressed_width};
-    Output output = {out, out_token, out_head, sink, num_heads};
+    int head = blockIdx.y * HEADS;  // the first of this CTA's
+    Output output = {out + head * out_head, out_token, out_head, sink + head, min(num_heads - head, HEADS)};
+    q += head * q_head;
     // The same in all lanes, which the compiler must know, or it guards matrix instructions by branches.
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(&s.full[i], 33);  // each lane that fetches, and the number of bytes
-            barrier_init(&s.empty[i], COMPUTE_WARPS);
+            barrier_init(&s.full[i], WARPS);
+            barrier_init(&s.empty[i], WARPS);
         }
+        barrier_init(&s.given, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (warp == COMPUTE_WARPS) fetch(s, first, second, num_tokens, lane);
-    else compute(s, first, second, q, q_token, q_head, output, scale * LOG2_E * HALF, num_tokens, warp, lane);
-    if (cluster_size() > 1) {
-        cluster_meet();
-        combine(s, output);
-        cluster_meet();  // no CTA's memory goes while another reads it
+    if (threadIdx.x == 0) barrier_expect(&s.given, given_bytes(cluster_rank(), cluster_size()));
+    if (warp >= WARPS) {
+        set_registers<FETCH_REGISTERS>(false);
+        fetch(s, first, second, num_tokens, warp - WARPS, lane);
+    } else {
+        set_registers<COMPUTE_REGISTERS>(true);
+        compute(s, first, second, q, q_token, q_head, output, scale * LOG2_E * SCORE_UNIT, num_tokens, warp, lane);
     }
 }

@@ -679,18 +679,17 @@ many_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 o
     if (group == 3) {
         set_registers<FEW_REGISTERS>(false);
         fetch(s, first, second, num_tokens, thread);
-        if (shared_token) cluster_meet(), cluster_meet();
     } else if (group == 0) {
         set_registers<FEW_REGISTERS>(false);
         score(s, first, second, {q, q_token, q_head, num_heads}, sink, scale * LOG2_E, num_tokens, thread);
-        if (shared_token) cluster_meet(), cluster_meet();
+        if (shared_token) cluster_meet();
     } else {
         set_registers<MANY_REGISTERS>(true);
         sum(s, output, num_tokens, group - 1, thread);
         if (shared_token) {
             cluster_meet();
             combine(s, output, (group - 1) * 4 + __shfl_sync(0xffffffffu, thread / 32, 0), thread % 32);
-            cluster_meet();  // no CTA's memory goes while another reads it
+            cluster_arrive_relaxed(), cluster_wait();  // no CTA's memory goes while another reads it
         }
     }
 }
