@@ -15,8 +15,8 @@ MOST_FEW, MOST_OURS = 16, 64
 
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
-# docs/performance.md. "Few heads on one H200": 0.41 to 0.95 of the time of FlashMLA, which pads to 64 heads, at 1 to
-# 512 tokens. "Up to 64 heads on one H200": 0.56 to 0.94 of its time at 1 to 512 tokens; with more its kernel for
+# docs/performance.md. "Few heads on one H200": 0.40 to 0.72 of the time of FlashMLA, which pads to 64 heads, at 1 to
+# 512 tokens. "Up to 64 heads on one H200": 0.53 to 0.87 of its time at 1 to 512 tokens; with more its kernel for
 # prefill is faster, where rows are worth gathering. "Attention of the portable backend on one H200": FlashMLA is faster
 # than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64. Head counts over
 # 64 and SM100 were not measured.

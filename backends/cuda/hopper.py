@@ -83,7 +83,7 @@ _EVER = 1 << 62
 # each. Small tiles begin sooner, large ones end sooner.
 _TABLE = {
     8: {_EVER: few(8, 5)},
-    16: {10: few(8, 5), _EVER: few(16, 4)},
+    16: {16: few(8, 5), _EVER: few(16, 4)},
     32: {5: few(8, 5), 8: many(32, 3, 3), _EVER: many(64, 2, 1)},
     64: {2: few(8, 5), 8: many(32, 3, 3), _EVER: many(64, 2, 1)},
 }
