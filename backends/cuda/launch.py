@@ -60,16 +60,8 @@ class Kernel:
         config = self._config(grid=1, cluster=ranks, **self._shape)
         return int(self._kernel.occupancy.max_active_clusters(config, stream=self._any_stream))
 
-    def launch(
-        self,
-        device: torch.device,
-        grid: int | tuple[int, int, int],
-        *arguments: Any,
-        ranks: int = 1,
-        early: bool = False,
-    ) -> None:
-        """On torch's current stream of `device`: `grid` CTAs, or clusters where `ranks` CTAs make one. `early`: it may
-        begin before the launch ahead of it has ended (and waits for it by `griddepcontrol.wait`)."""
+    def launch(self, device: torch.device, grid: int | tuple[int, int, int], *arguments: Any, ranks: int = 1) -> None:
+        """On torch's current stream of `device`: `grid` CTAs, or clusters where `ranks` CTAs make one."""
         cluster = {"cluster": ranks} if ranks > 1 else {}
-        config = self._config(grid=grid, **cluster, **self._shape, programmatic_stream_serialization=early)
+        config = self._config(grid=grid, **cluster, **self._shape)
         self._launch(_Stream(torch.cuda.current_stream(device).cuda_stream), config, self._kernel, *arguments)
