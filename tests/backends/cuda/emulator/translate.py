@@ -36,6 +36,7 @@ _SIMPLE = {
     r"xor\.pred": "{0} = {1} ^ {2};",
     r"not\.pred": "{0} = !{1};",
     r"mov\.pred": "{0} = {1};",
+    r"cvta(\.to)?\.global\.u64": "{0} = {1};",
     rf"shl\.{_INT}": "{0} = shl<{U}>(({U}){1}, {2});",
     rf"shr\.{_INT}": "{0} = ({U})shr<{T}>(({T}){1}, {2});",
     r"popc\.b32": "{0} = (u32)__builtin_popcount({1});",
@@ -168,7 +169,6 @@ class _Translation:
         self._special: list[tuple[re.Pattern[str], Callable[[re.Match[str], list[str]], str]]] = [
             (re.compile(r"setp\.(\w+)\.(f32|[usb]\d+)"), self._compare),
             (re.compile(r"mov\.[busf](16|32|64)"), self._move),
-            (re.compile(r"cvta(\.to)?\.global\.u64"), lambda _, o: f"{self._value(o[0])} = {self._value(o[1])};"),
             (re.compile(r"(atom|red)(?:\.relaxed|\.gpu|\.cta)*\.(shared|global)\.(\w+)\.([usb])(32|64)"), self._atomic),
             (re.compile(r"shfl\.sync\.(\w+)\.b32"), self._shuffle),
             (
