@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv41.backends.cuda import nvrtc
 from dsv41.backends.cuda.hopper import attend
+from dsv41.backends.cuda.launch import int32, pointer
 from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
 from dsv41.hal.records import Dialect, v4_584
 
+from .emulator import build
 from .emulator.fixture import EmulatedGPU
+from .emulator.kernel import EmulatedKernel, EmulationError
 
 Part = tuple[PagedCache, Tensor, Tensor]
 
@@ -57,8 +61,10 @@ def exact(q: Tensor, sink: Tensor, scale: float, parts: list[Part]) -> Tensor:
         (8, 1, [70, 0, 1], [40, 3, 0]),
         (7, 8, [128], [200]),
         (16, 4, [96, 33], None),
-        (64, 1, [70, 0, 1], [40, 3, 0]),
-        (64, 4, [128], [90]),
+        (64, 1, [70, 0, 1], [40, 3, 0]),  # tiles of 32 keys
+        (64, 16, [128, 10, 70], [90, 200, 3]),  # which clusters share
+        (64, 2, [128, 0, 64, 65], None),
+        (64, 16, [128, 1, 63, 90, 5, 128, 128, 64, 2], None),  # tiles of 64
     ],
 )
 def test_attention_agrees_with_float64(
@@ -87,3 +93,150 @@ def test_attention_agrees_with_float64(
     expected = exact(q[:, :heads], sink, 512**-0.5, parts)
     found = out[:, :heads].double()
     assert (found - expected).norm() < 4e-3 * expected.norm()
+
+
+# What the emulator finds
+
+SMALL = """
+extern "C" __global__ void small(int* out, const int* in, int n) {
+    extern __shared__ int memory[];
+    int i = threadIdx.x;
+    BODY
+}
+"""
+
+
+def small(body: str, seed: int) -> Tensor:
+    """What two warps make of 0 to 63."""
+    code = build.compile_to_ptx("small", SMALL.replace("BODY", body), "sm_90a", {})
+    EmulatedKernel.seed = seed
+    out, given = torch.full((64,), -1, dtype=torch.int32), torch.arange(64, dtype=torch.int32)
+    EmulatedKernel("small", code, None, 64, 256).launch(None, 1, pointer(out), pointer(given), int32(64))
+    return out
+
+
+REVERSED = torch.arange(63, -1, -1, dtype=torch.int32)
+
+
+def test_a_barrier_orders_and_its_absence_shows(emulated_gpu: EmulatedGPU) -> None:
+    right = [small("memory[i] = in[i]; __syncthreads(); out[i] = memory[63 - i];", seed) for seed in range(8)]
+    wrong = [small("memory[i] = in[i]; out[i] = memory[63 - i];", seed) for seed in range(8)]
+    assert all(torch.equal(out, REVERSED) for out in right)
+    assert not any(torch.equal(out, REVERSED) for out in wrong)
+
+
+COPY = """
+unsigned to = (unsigned)__cvta_generic_to_shared(memory + i);
+asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\\ncp.async.commit_group;" ::"r"(to), "l"(in + i) : "memory");
+WAIT
+__syncthreads();
+out[i] = memory[63 - i];
+"""
+
+
+def test_a_copy_is_there_when_it_was_waited_for_and_else_at_times(emulated_gpu: EmulatedGPU) -> None:
+    waits = COPY.replace("WAIT", 'asm volatile("cp.async.wait_group 0;" ::: "memory");')
+    assert all(torch.equal(small(waits, seed), REVERSED) for seed in range(8))
+    assert not all(torch.equal(small(COPY.replace("WAIT", ""), seed), REVERSED) for seed in range(8))
+
+
+BARRIER = """
+unsigned at = (unsigned)__cvta_generic_to_shared(memory);
+if (i == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(n));
+__syncthreads();
+asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+asm volatile("{\\n.reg .pred p;\\nagain:\\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\\n"
+             "@!p bra again;\\n}" ::"r"(at) : "memory");
+out[i] = in[63 - i];
+"""
+MISUSE = {
+    "a read past the end": (
+        "out[i] = in[i + 1];",
+        r"thread 63 at PTX line \d+ `ld.global.*in no tensor of the launch \(0 bytes past",
+    ),
+    "a read that is not aligned": (
+        "out[i] = *(const int*)((const char*)in + i);",
+        "4 bytes at global address .*: not aligned",
+    ),
+    "a store outside of shared memory": (
+        "memory[i + 1] = in[i]; __syncthreads(); out[i] = memory[i];",
+        r"thread 63 at PTX line \d+ `st.shared.*expected within the CTA's",
+    ),
+    "a lane that does not come": (
+        "if (i != 40) __syncwarp(); out[i] = in[i]; if (i == 40) __syncthreads();",
+        r"a deadlock(.|\n)*warp 1 lanes fffffeff wait for the warp at PTX line \d+ `bar.warp",
+    ),
+    "a barrier of one arrival too many": (
+        BARRIER.replace('"r"(n)', '"r"(n + 1)'),
+        r"a deadlock(.|\n)*warp 1 lanes ffffffff wait for a phase of a barrier .* `mbarrier.try_wait",
+    ),
+    "a barrier that nobody initialised": (BARRIER.replace("if (i == 0)", "if (n == 0)"), "it was not initialised"),
+    "a barrier that is overwritten": (
+        BARRIER.replace("__syncthreads();", "__syncthreads(); memory[1] = 0;"),
+        "or was overwritten",
+    ),
+    "a division by 0": ("out[i] = in[i] / (n - 64);", "division of .* by 0"),
+}
+
+
+@pytest.mark.parametrize(("body", "said"), MISUSE.values(), ids=MISUSE)
+def test_what_may_not_be_done_is_an_error(emulated_gpu: EmulatedGPU, body: str, said: str) -> None:
+    for seed in range(4):
+        with pytest.raises(EmulationError, match=said):
+            small(body, seed)
+
+
+def test_barriers_in_shared_memory(emulated_gpu: EmulatedGPU) -> None:
+    for seed in range(4):
+        assert torch.equal(small(BARRIER, seed), REVERSED)
+
+
+def test_an_unknown_instruction_is_named(emulated_gpu: EmulatedGPU) -> None:
+    with pytest.raises(NotImplementedError, match=r"the PTX instruction sin\.approx\.f32"):
+        small("out[i] = (int)__sinf((float)in[i]);", 0)
+
+
+def test_a_missing_fence_before_matrix_products_is_found(
+    emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = nvrtc.source("many_heads")
+    fence = "fence.proxy.async.shared::cta;\\n"
+    assert fence in text
+    monkeypatch.setattr(nvrtc, "source", lambda _: text.replace(fence, ""))
+    cache = cache_of(3, 64)
+    indices, lengths = rows_of(cache, [32, 32, 32], 128)
+    q = torch.randn(3, 64, 512).bfloat16()
+    with pytest.raises(EmulationError, match=r"stored without fence\.proxy\.async since"):
+        attend(q, 64, torch.zeros(64), 0.05, cache.data, 64, indices, lengths, None, 1, None, None, q.clone())
+
+
+# Numbers
+
+CONVERT = """
+extern "C" __global__ void convert(const float* x, const float* y, unsigned* bf16, unsigned* f16,
+                                   unsigned* product, unsigned* wide) {
+    int i = threadIdx.x + blockIdx.x * 256;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bf16[i]) : "f"(y[i]), "f"(x[i]));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(f16[i]) : "f"(y[i]), "f"(x[i]));
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product[i]) : "r"(bf16[i]), "r"(bf16[i] >> 16 | bf16[i] << 16));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide[i]) : "h"((unsigned short)(i % 256 | i % 256 << 8)));
+}
+"""
+
+
+def test_conversions_round_as_torch_does(emulated_gpu: EmulatedGPU) -> None:
+    code = build.compile_to_ptx("convert", CONVERT, "sm_90a", {})
+    torch.manual_seed(0)
+    x, y = torch.randint(-(1 << 31), 1 << 31, (2, 1 << 14)).int().view(torch.float32)
+    x[:4096] = torch.randn(4096) * 2.0 ** torch.randint(-30, 20, (4096,))
+    y[:4096] = torch.randint(-(1 << 15), 1 << 15, (4096,)).short().view(torch.bfloat16).float() * (1 + 2**-8)  # ties
+    out = torch.zeros(4, len(x), dtype=torch.int32)
+    EmulatedKernel("convert", code, None, 256, 0).launch(None, len(x) // 256, *map(pointer, (x, y, *out)))
+    pairs = torch.stack((x, y), 1)
+    bf16, f16 = pairs.bfloat16(), pairs.half()
+    wide = torch.arange(len(x)).remainder(256).to(torch.uint8).view(torch.float8_e4m3fn).half()
+    expected = (bf16, f16, (bf16[:, :1] * bf16[:, 1:]).expand(-1, 2), wide[:, None].expand(-1, 2))
+    for found, right in zip(out, expected, strict=True):
+        numbers = found.view(right.dtype).view(-1, 2)
+        torch.testing.assert_close(numbers, right, rtol=0, atol=0, equal_nan=True)
+        assert (found.view(torch.int16).view(-1, 2)[right.isnan()] == 0x7FFF).all()

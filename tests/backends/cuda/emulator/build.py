@@ -18,8 +18,8 @@ from . import ptx, translate
 
 _HERE = Path(__file__).parent
 _OPTIONS = (
-    "-std=c++17", "-fPIC", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-math-errno", "-U_FORTIFY_SOURCE",
-    f"-I{_HERE}",
+    "-std=c++17", "-fPIC", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-math-errno",
+    "-U_FORTIFY_SOURCE", f"-I{_HERE}",
 )  # fmt: skip
 
 

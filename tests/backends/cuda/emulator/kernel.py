@@ -48,8 +48,8 @@ class EmulatedKernel:
     def __init__(self, name: str, cubin: bytes, device: int | None, threads: int, shared_bytes: int) -> None:
         if threads % 32 or not 0 < threads <= 1024 or shared_bytes > _MOST_SHARED:
             raise ValueError(
-                f"{name} was given {threads} threads and {shared_bytes} bytes: expected whole warps, at most 1024 threads "
-                f"and {_MOST_SHARED} bytes"
+                f"{name} was given {threads} threads and {shared_bytes} bytes: expected whole warps, at most 1024 "
+                f"threads and {_MOST_SHARED} bytes"
             )
         self._text = cubin.decode()
         kernel = ptx.read(self._text, name)

@@ -140,6 +140,11 @@ static inline U shl(U x, u32 by) { return by < 8 * sizeof(U) ? (U)(x << by) : 0;
 template <class T>
 static inline T shr(T x, u32 by) { return by < 8 * sizeof(T) ? (T)(x >> by) : (T)(x < 0 ? -1 : 0); }
 
+static inline u32 wrap(u32 by) { return by & 31; }
+static inline u32 clamp(u32 by) { return by < 32 ? by : 32; }
+static inline u32 shf_l(u32 low, u32 high, u32 by) { return (u32)(((u64)high << 32 | low) >> (32 - by)); }
+static inline u32 shf_r(u32 low, u32 high, u32 by) { return (u32)(((u64)high << 32 | low) >> by); }
+
 static inline u32 brev(u32 x) {
     u32 r = 0;
     for (int i = 0; i < 32; i++) r |= (x >> i & 1) << (31 - i);

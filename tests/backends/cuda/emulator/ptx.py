@@ -23,8 +23,8 @@ class Label:
 
 @dataclass
 class Kernel:
-    """`parents` are the scopes around a scope. `shared` are the names of arrays in shared memory, with their alignment and
-    bytes, 0 for that of which a launch gives the size."""
+    """`parents` are the scopes around a scope. `shared` are the names of arrays in shared memory, with their alignment
+    and bytes, 0 for that of which a launch gives the size."""
 
     name: str
     parameters: list[str]

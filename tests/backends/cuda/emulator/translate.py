@@ -11,8 +11,9 @@ from .ptx import Kernel, Label, Statement
 _INT = r"(?P<kind>[usb])(?P<bits>8|16|32|64)"
 _NOTHING = ";"
 
-# What an instruction is, by its name. {0} and on are its operands; U and T are the type that the name ends with, unsigned
-# and as it says; W and X are twice as wide.
+# What an instruction is, by its name. {0} and on are its operands, counted from the end where they are negative; {2?},
+# {2?1} and {3?2} are 0, 1 and operand 2 where that operand is missing; {_} is nothing, if the first one is. U and T are
+# the type that the name ends with, unsigned and as it says, W and X twice as wide.
 _SIMPLE = {
     rf"add\.{_INT}": "{0} = ({U})({1} + {2});",
     rf"sub\.{_INT}": "{0} = ({U})({1} - {2});",
@@ -44,6 +45,7 @@ _SIMPLE = {
     r"brev\.b32": "{0} = brev({1});",
     r"bfind\.u32": "{0} = bfind({1});",
     r"bfind\.shiftamt\.u32": "{0} = bfind_shift({1});",
+    r"shf\.(?P<op>[lr])\.(?P<how>wrap|clamp)\.b32": "{0} = shf_{op}({1}, {2}, {how}({3}));",
     r"bfi\.b32": "{0} = bfi({1}, {2}, {3}, {4});",
     r"bfe\.u32": "{0} = bfe_u32({1}, {2}, {3});",
     r"lop3\.b32": "{0} = lop3({1}, {2}, {3}, {4});",
@@ -123,8 +125,8 @@ _SIMPLE = {
     r"wgmma\.wait_group\.sync\.aligned": "matrices_wait(t, {0}, {line});",
 }
 _COMPARISONS = {
-    "eq": "{a} == {b}", "ne": "{a} != {b}", "lt": "{a} < {b}", "le": "{a} <= {b}", "gt": "{a} > {b}", "ge": "{a} >= {b}",
-    "lo": "{a} < {b}", "ls": "{a} <= {b}", "hi": "{a} > {b}", "hs": "{a} >= {b}",
+    "eq": "{a} == {b}", "ne": "{a} != {b}", "lt": "{a} < {b}", "le": "{a} <= {b}", "gt": "{a} > {b}",
+    "ge": "{a} >= {b}", "lo": "{a} < {b}", "ls": "{a} <= {b}", "hi": "{a} > {b}", "hs": "{a} >= {b}",
 }  # fmt: skip
 # "ne" of numbers is false where one is NaN; the others with "u" are true there.
 _FLOAT_COMPARISONS = {
@@ -145,8 +147,8 @@ _HINTS = {"nc", "volatile", "relaxed", "weak", "gpu", "sys"}
 
 
 def translate(kernel: Kernel, shared_start: dict[str, int]) -> str:
-    """C++ of `kernel`, whose arrays in shared memory begin at `shared_start`. Raises NotImplementedError, naming it, for
-    an instruction that is not known."""
+    """C++ of `kernel`, whose arrays in shared memory begin at `shared_start`. Raises NotImplementedError for an
+    instruction that is not known, and names it."""
     return _Translation(kernel, shared_start).text()
 
 
@@ -176,7 +178,10 @@ class _Translation:
                 self._store_async,
             ),
             (re.compile(r"(ld|st)\.(.+)"), self._memory),
-            (re.compile(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16"), self._matrices),
+            (
+                re.compile(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16"),
+                self._matrices,
+            ),
             (re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32"), self._multiply),
             (
                 re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2"),
@@ -220,8 +225,8 @@ class _Translation:
             if found := pattern.fullmatch(opcode):
                 return translate_it(found, operands)
         raise NotImplementedError(
-            f"{self._kernel.name} has the PTX instruction {opcode} (line {self._line}), which the emulator does not know: "
-            "add it to tests/backends/cuda/emulator/translate.py"
+            f"{self._kernel.name} has the PTX instruction {opcode} (line {self._line}), which the emulator does not "
+            "know: add it to tests/backends/cuda/emulator/translate.py"
         )
 
     def _fill(self, template: str, found: re.Match[str], operands: list[str]) -> str:
@@ -256,7 +261,7 @@ class _Translation:
             if instead == "2":
                 return self._value(operands[2])
             return instead or "0"
-        return _label_of(self, operands[at]) if opcode.startswith("bra") else self._value(operands[at])
+        return self._label(operands[at]) if opcode.startswith("bra") else self._value(operands[at])
 
     def _value(self, operand: str) -> str:
         """C++ of a register, a number, an address or a name."""
@@ -311,9 +316,8 @@ class _Translation:
         if to.startswith("{"):
             parts = _split(to[1:-1])
             each = bits // len(parts)
-            return " ".join(
-                f"{self._value(part)} = (u{each})({self._value(value)} >> {each * i});" for i, part in enumerate(parts) if part != "_"
-            )  # fmt: skip
+            taken = [(i, self._value(part)) for i, part in enumerate(parts) if part != "_"]
+            return " ".join(f"{part} = (u{each})({self._value(value)} >> {each * i});" for i, part in taken)
         if value.startswith("{"):
             parts = _split(value[1:-1])
             each = bits // len(parts)
@@ -400,7 +404,8 @@ class _Translation:
                 f"u32 m[4]; load_matrices(t, m, {count}, {turned}, (u32){self._value(memory)}, {self._line}); {takes}"
             )
         values = ", ".join(parts)
-        return f"u32 m[] = {{{values}}}; store_matrices(t, m, {count}, {turned}, (u32){self._value(memory)}, {self._line});"
+        at = f"(u32){self._value(memory)}"
+        return f"u32 m[] = {{{values}}}; store_matrices(t, m, {count}, {turned}, {at}, {self._line});"
 
     def _list(self, operand: str) -> list[str]:
         return [self._value(part) for part in _split(operand[1:-1])]
@@ -422,11 +427,11 @@ class _Translation:
         a_turned, b_turned = ("0", *turned) if from_registers else turned
         return (
             f"u32* sums[] = {{{sums}}}; {a}"
-            f"multiply_async(t, {found[2].upper()}, {found[1]}, sums, a, {a_at}, {b_at}, {add}, (int){a_sign}, (int){b_sign}, "
-            f"{a_turned}, {b_turned}, {self._line});"
+            f"multiply_async(t, {found[2].upper()}, {found[1]}, sums, a, {a_at}, {b_at}, {add}, "
+            f"(int){a_sign}, (int){b_sign}, {a_turned}, {b_turned}, {self._line});"
         )
 
-    def label(self, name: str) -> str:
+    def _label(self, name: str) -> str:
         scope = self._scope
         while (scope, name) not in self._labels:
             scope = self._kernel.parents[scope]
@@ -435,10 +440,6 @@ class _Translation:
 
 def _label(scope: int, name: str) -> str:
     return f"at_{scope}_{name.replace('$', '_')}"
-
-
-def _label_of(translation: _Translation, name: str) -> str:
-    return translation.label(name)
 
 
 def _split(operands: str) -> list[str]:
