@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv41.backends.cuda import hopper
+from dsv41.backends.cuda import hopper, index
 from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
+from dsv41.backends.cuda.index_choices import ChoicesOnHopper
 from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
@@ -79,8 +80,9 @@ class SelectedRows:
     lengths: Tensor
 
 
-class FlashMLABackend(PortableBackend):
-    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
+class FlashMLABackend(ChoicesOnHopper):
+    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours, which score
+    index keys there too.
 
     The library is imported when the first step is planned, or before by `library`.
     """
@@ -97,12 +99,16 @@ class FlashMLABackend(PortableBackend):
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
         if self.device.type != "cuda" or self.arch != hopper.TARGET:
             return Choice.read(self.arch, f"it is built for {hopper.TARGET}, this is {self.arch}")
-        return Choice.read(self.arch, hopper.why_not())
+        return Choice.read(self.arch, hopper.why_not() or index.why_not())
 
     @cached_property
     def library(self) -> Any:
         """The module `flash_mla`. Raises BackendError where it cannot be imported."""
         return load("flash_mla", INSTALL_FLASHMLA)
+
+    @property
+    def chooses_on_hopper(self) -> bool:
+        return self.device.type == "cuda" and self.choice.ours
 
     # The contracts
 

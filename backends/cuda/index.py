@@ -20,15 +20,21 @@ from dsv41.hal.types import LayerSpec
 
 BLOCK = 8
 """Neighbouring positions of which the best score is kept: a candidate block."""
+PADDING = 128
+"""Columns, at most, that a row of scores or of best scores has room for beyond its own."""
 _RECORD = INDEX_MXFP4_68
 _HEADS, _TILE, _LEAST_PAGE = 32, 64, 16
+_WAVES = 2
+"""How often as many scoring CTAs as run at a time there are: some end early, where tokens see less than others."""
 _KEYS = 32768
 """Scores that a CTA of the choice holds."""
 _MOST_CHOSEN = 2048
 _RANKS = (16, 8, 4, 2, 1)
 """CTAs that share a token's choice."""
-_LEAST_BLOCKS = 64
-"""Blocks that are worth a CTA."""
+_ROOM = _KEYS - BLOCK * BLOCK
+"""Of these, what a CTA can have of a token that is cut at multiples of eight blocks."""
+_LEAST_COLUMNS = 512
+"""Columns that are worth a CTA."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,11 @@ def serves(spec: LayerSpec, layout: CacheLayout, dtype: torch.dtype) -> bool:
     )
 
 
+def holds(columns: int, restricted: bool) -> bool:
+    """Whether so many columns can be chosen among; restricted to candidates, each is looked at, and not only blocks."""
+    return _held(columns, restricted) <= _RANKS[0] * _ROOM
+
+
 @torch.library.custom_op("dsv41::index_scores_mxfp4", mutates_args=("scores", "best"))
 def index_scores(
     queries: Tensor,
@@ -152,10 +163,6 @@ def index_scores(
         kernel.launch(queries.device, (splits, tokens, 1), *arguments)
 
 
-_WAVES = 2
-"""How often as many CTAs as run at a time: a wave has the last tiles of tokens that see less than others."""
-
-
 @torch.library.custom_op("dsv41::index_choice", mutates_args=())
 def index_choice(
     scores: Tensor,
@@ -176,14 +183,12 @@ def index_choice(
     rows, blocks = _empty(scores, best, num_visible, candidates, num_rows, num_blocks)
     if candidates is not None:
         columns = min(columns, candidates.shape[1] * BLOCK)
-    units = -(-columns // BLOCK)
     if (best is None) == (candidates is None):
         raise BackendError("index_choice takes the best of every block, or candidates: expected one of them; give it")
     if tokens == 0:
         return rows, blocks
     kernel, clusters = _chooser(scores.device.index)
-    least = units if candidates is None else units * BLOCK
-    ranks = _ranks(tokens, units, least, clusters)
+    ranks = _ranks(tokens, columns, candidates is not None, clusters)
     arguments = [
         pointer(scores), int64(scores.stride(0)), pointer(best), int64(best.stride(0) if best is not None else 0),
         int32(columns), pointer(num_visible), pointer(candidates),
@@ -208,15 +213,23 @@ def _empty(
     return num_visible.new_empty(tokens, num_rows), num_visible.new_empty(tokens, num_blocks)
 
 
-def _ranks(tokens: int, units: int, held: int, clusters: Mapping[int, int]) -> int:
-    """CTAs that share a token: as many as all run at once, have enough to do, and can hold its scores."""
-    fitting = [ranks for ranks in _RANKS if held <= ranks * (_KEYS - BLOCK * BLOCK)]
+def _held(columns: int, restricted: bool) -> int:
+    """Scores that the CTAs of a token have to hold."""
+    blocks = -(-columns // BLOCK)
+    return blocks * BLOCK if restricted else blocks
+
+
+def _ranks(tokens: int, columns: int, restricted: bool, clusters: Mapping[int, int]) -> int:
+    """CTAs that share a token: as many as all run at once and have enough to do, but enough to hold its scores. Raises
+    BackendError where none are."""
+    held = _held(columns, restricted)
+    fitting = [ranks for ranks in _RANKS if held <= ranks * _ROOM]
     if not fitting:
         raise BackendError(
-            f"index_choice was given {held} scores a token: expected at most {_RANKS[0] * (_KEYS - BLOCK * BLOCK)}; use "
-            "the portable kernels"
+            f"index_choice was given {held} scores a token to hold: expected at most {_RANKS[0] * _ROOM}; use the "
+            "portable kernels"
         )
-    useful = (r for r in fitting if units >= r * _LEAST_BLOCKS and tokens <= clusters[r])
+    useful = (ranks for ranks in fitting if columns >= ranks * _LEAST_COLUMNS and tokens <= clusters[ranks])
     return next(useful, fitting[-1])
 
 
