@@ -13,8 +13,6 @@ KERNELS = (FLASHMLA, HOPPER, PORTABLE)
 MOST_FEW, MOST_OURS = 16, 64
 """Heads that our kernel for few takes, and those that our kernels for Hopper take."""
 
-_OURS = ("sm_90",)
-"""Architectures that they are built for."""
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
 # docs/performance.md. "Few heads on one H200": 0.40 to 0.72 of the time of FlashMLA, which pads to 64 heads, at 1 to
@@ -75,9 +73,9 @@ class Choice:
         return {self.kernel(num_heads, tokens) for row in table.values() for tokens in row}
 
     @property
-    def ours(self) -> bool:
-        """Whether kernels of ours for Hopper may be used, those of the index too."""
-        return self.arch in _OURS and self.missing is None and self.named in (None, HOPPER)
+    def untimed(self) -> bool:
+        """Whether our kernels for Hopper that have not been timed yet are used: only where these are asked for."""
+        return self.named == HOPPER
 
     def pads(self, num_heads: int) -> bool:
         """Whether some call with so many heads is FlashMLA's, which takes 64 or 128."""

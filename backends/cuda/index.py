@@ -1,17 +1,15 @@
-"""Index scores and the choice by them on Hopper: the launches of `kernels/index_scores.cu` and `kernels/index_choice.cu`."""
+"""Index scores and the choice by them on Hopper: the launches of `kernels/index_*.cu`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from dsv41.backends import vendor
-from dsv41.backends.cuda import nvrtc
-from dsv41.backends.cuda.hopper import ARCH
+from dsv41.backends.cuda.build import Build
 from dsv41.backends.cuda.launch import Kernel, int32, int64, pointer, uint32
 from dsv41.errors import BackendError
 from dsv41.hal.layout import CacheLayout, ScalePlacement
@@ -37,55 +35,23 @@ _LEAST_COLUMNS = 512
 """Columns that are worth a CTA."""
 
 
-@dataclass(frozen=True)
-class Build:
-    """A kernel as it is compiled, and what a CTA of it has, like those of `hopper.py`."""
-
-    kernel: str
-    threads: int
-    ctas_per_sm: int
-    shared_bytes: int
-    own_defines: Mapping[str, int] = field(hash=False)
-
-    @property
-    def name(self) -> str:
-        return " ".join((self.kernel, *(f"{key.lower()}={value}" for key, value in self.own_defines.items())))
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {"SHARED_BYTES": self.shared_bytes, **self.own_defines}
-
-    def cubin(self) -> bytes:
-        """Raises as `nvrtc.cubin` does."""
-        return nvrtc.cubin(self.kernel, ARCH, self.defines)
-
-
 def scoring(*, candidates: bool, ctas: int, depth: int) -> Build:
     """`ctas` on a multiprocessor, each reading `depth` tiles ahead."""
     defines = {"CANDIDATES": int(candidates), "CTAS": ctas, "DEPTH": depth}
-    return Build("index_scores", 128, ctas, _HEADS * _RECORD.dim * 2, defines)
+    return Build("index_scores", "scores", 128, ctas, _HEADS * _RECORD.dim * 2, defines)
 
 
 _ALL = scoring(candidates=False, ctas=4, depth=3)
 _CANDIDATES = scoring(candidates=True, ctas=4, depth=2)
 _CHOICE = Build(
     "index_choice",
+    "other",
     512,
     2,
     _KEYS * 2 + _MOST_CHOSEN * 4 + 4 * 256 * 4 + 80,
     {"KEYS": _KEYS, "MOST_BLOCKS": _MOST_CHOSEN},
 )
 BUILDS = (_ALL, _CANDIDATES, _CHOICE)
-
-
-def why_not() -> str | None:
-    """Why the kernels cannot be compiled here, None where they can; compiles all that are not in the cache."""
-    try:
-        for build in BUILDS:
-            build.cubin()
-    except BackendError as error:
-        return " ".join(str(error).split())
-    return None
 
 
 def serves(spec: LayerSpec, layout: CacheLayout, dtype: torch.dtype) -> bool:
@@ -95,9 +61,7 @@ def serves(spec: LayerSpec, layout: CacheLayout, dtype: torch.dtype) -> bool:
     pages = size >= _LEAST_PAGE and size & (size - 1) == 0 and layout.alignment % 16 == 0
     restricts = spec.publishes_candidates or spec.reads_candidates
     # One block more than rows, for the newest need not hold any of the best.
-    blocks = not restricts or (
-        spec.candidate_block_size == BLOCK and spec.topk < spec.candidate_blocks <= _MOST_CHOSEN
-    )
+    blocks = not restricts or (spec.candidate_block_size == BLOCK and spec.topk < spec.candidate_blocks <= _MOST_CHOSEN)
     return (
         layout.record == _RECORD
         and plain
@@ -128,8 +92,8 @@ def index_scores(
     scores: Tensor,
     best: Tensor | None,
 ) -> None:
-    """`scores[t, c] = sum_h w[h] * relu(q[h] . k[j])` of every token and every position j that it sees, and the `best` of
-    every 8 columns, NaN where none is a number.
+    """`scores[t, c] = sum_h w[h] * relu(q[h] . k[j])` of every token and every position j that it sees, and the `best`
+    of every 8 columns, NaN where none is a number.
 
     As the portable `index_scores`, in bf16, of keys in MXFP4, uint8 `[pages, bytes]`, 16-byte aligned pages with the
     scales behind all values: `queries` `[T, at most 32, 128]`, `scores` `[T, W]`, `best` `[T, >= ceil(W / 8)]`. With
@@ -176,8 +140,8 @@ def index_choice(
     `[T, num_blocks]` with the newest always among them; both ascending, -1 where there are fewer.
 
     `scores` and `best` are what `index_scores` left, rows of them 16-byte aligned with room for a multiple of 8; with
-    `candidates` blocks are not chosen, and `best` is not looked at. As the portable `top_k`: NaN is never selected, -inf
-    is, -0 equals 0, and of equal scores the smaller columns win.
+    `candidates` blocks are not chosen, and `best` is not looked at. As the portable `top_k`: NaN is never selected,
+    -inf is, -0 equals 0, and of equal scores the smaller columns win.
     """
     tokens, columns = scores.shape
     rows, blocks = _empty(scores, best, num_visible, candidates, num_rows, num_blocks)
@@ -196,7 +160,7 @@ def index_choice(
         pointer(rows), int32(num_rows), pointer(blocks) if num_blocks else 0, int32(num_blocks or num_rows),
     ]  # fmt: skip
     with torch.cuda.device(scores.device):
-        kernel.launch(scores.device, tokens * ranks, *arguments, ranks=ranks, early=True)
+        kernel.launch(scores.device, tokens, *arguments, ranks=ranks)
     return rows, blocks
 
 
