@@ -72,6 +72,11 @@ class Choice:
         table = _TABLES.get(self.arch, _TABLES["sm_100"])
         return {self.kernel(num_heads, tokens) for row in table.values() for tokens in row}
 
+    @property
+    def untimed(self) -> bool:
+        """Whether our kernels for Hopper that have not been timed yet are used: only where these are asked for."""
+        return self.named == HOPPER
+
     def pads(self, num_heads: int) -> bool:
         """Whether some call with so many heads is FlashMLA's, which takes 64 or 128."""
         return FLASHMLA in self.kernels(num_heads)

@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv41.backends.cuda import hopper
-from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
+from dsv41.backends.cuda import hopper, index
+from dsv41.backends.cuda.build import TARGET, why_not
+from dsv41.backends.cuda.choice import ENV_KERNEL, FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
+from dsv41.backends.cuda.index_choices import ChoicesOnHopper
 from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
 from dsv41.backends.cuda.tables import pack_gathered, pack_slots
-from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.weights import PortableWeights, padded_sink
 from dsv41.backends.vendor import call, expect_bfloat16, load
@@ -79,8 +80,9 @@ class SelectedRows:
     lengths: Tensor
 
 
-class FlashMLABackend(PortableBackend):
-    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
+class FlashMLABackend(ChoicesOnHopper):
+    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours, which score
+    index keys there too.
 
     The library is imported when the first step is planned, or before by `library`.
     """
@@ -92,17 +94,23 @@ class FlashMLABackend(PortableBackend):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.choice = self.read_choice()
+        if self.chooses_on_hopper and (missing := why_not(index.BUILDS)):
+            raise BackendError(f"our index kernels cannot be compiled ({missing}): unset {ENV_KERNEL}")
 
     def read_choice(self) -> Choice:
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
-        if self.device.type != "cuda" or self.arch != hopper.TARGET:
-            return Choice.read(self.arch, f"it is built for {hopper.TARGET}, this is {self.arch}")
-        return Choice.read(self.arch, hopper.why_not())
+        if self.device.type != "cuda" or self.arch != TARGET:
+            return Choice.read(self.arch, f"it is built for {TARGET}, this is {self.arch}")
+        return Choice.read(self.arch, why_not(hopper.BUILDS))
 
     @cached_property
     def library(self) -> Any:
         """The module `flash_mla`. Raises BackendError where it cannot be imported."""
         return load("flash_mla", INSTALL_FLASHMLA)
+
+    @property
+    def chooses_on_hopper(self) -> bool:
+        return self.device.type == "cuda" and self.choice.untimed
 
     # The contracts
 
@@ -114,7 +122,7 @@ class FlashMLABackend(PortableBackend):
             )
         if not self.choice.pads(num_heads):
             return num_heads
-        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == hopper.TARGET:
+        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == TARGET:
             warnings.warn(
                 f"{num_heads} heads a rank are padded to {_HEADS[0]}, at about twice the time: {self.choice.missing}",
                 stacklevel=2,

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from dsv41.backends.cuda import nvrtc
-from dsv41.backends.cuda.hopper import BUILDS
+from dsv41.backends.cuda.aot import BUILDS
 from dsv41.compile import BUDGET, Budget, Row
 from dsv41.config import DeepseekV41Config
 from dsv41.warmup_cli import WarmupOptions, what_it_meets
@@ -45,7 +45,7 @@ def met(worker: Worker, target: str, tp_size: int) -> list[str]:
 def test_our_kernels_keep_to_the_budget_and_are_kept(worker: Worker) -> None:
     listed = worker.ask({"list": ["sm_90"]})
     assert listed["skipped"] == {}
-    assert [variant["kind"] for variant in listed["variants"]] == ["attention"] * len(BUILDS)
+    assert [variant["kind"] for variant in listed["variants"]] == [build.kind for build in BUILDS]
     budget = Budget.load(Path(__file__).parents[3] / BUDGET)
     for build, variant in zip(BUILDS, listed["variants"], strict=True):
         first, second = (worker.ask({"compile": variant["payload"]}) for _ in range(2))
@@ -54,7 +54,8 @@ def test_our_kernels_keep_to_the_budget_and_are_kept(worker: Worker) -> None:
         assert figures == second["figures"]
         assert figures["shared_bytes"] == build.shared_bytes
         assert 32 < figures["registers"] <= 168
-        assert 0 < figures["matrix"] < figures["code_bytes"] // 16  # an instruction is 16 bytes
+        assert figures["spill_bytes"] == 0
+        assert (build.kind != "other") <= figures["matrix"] < figures["code_bytes"] // 16  # an instruction is 16 bytes
         row = Row(variant["name"], variant["target"], variant["kind"], figures)
         assert budget.excesses(row, listed["triton"]) == []
 

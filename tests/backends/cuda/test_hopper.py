@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from dsv41.backends.cuda import nvrtc
-from dsv41.backends.cuda.hopper import ARCH, BUILDS, Build, attend, build_for, why_not
+from dsv41.backends.cuda.aot import BUILDS as ALL_BUILDS
+from dsv41.backends.cuda.build import ARCH, Build, why_not
+from dsv41.backends.cuda.hopper import BUILDS, attend, build_for
 from dsv41.errors import BackendError
 from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
 from dsv41.hal.records import Dialect, v4_584
@@ -31,7 +33,7 @@ compiles = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 
 
 @compiles
-@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.name)
+@pytest.mark.parametrize("build", ALL_BUILDS, ids=lambda build: build.name)
 def test_it_compiles_without_spills_and_fits_on_a_multiprocessor(build: Build, tmp_path: Path) -> None:
     knobs = pytest.importorskip("triton.knobs")
     path = tmp_path / "figures.cubin"
@@ -46,7 +48,7 @@ def test_it_compiles_without_spills_and_fits_on_a_multiprocessor(build: Build, t
 
 
 @compiles
-@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.name)
+@pytest.mark.parametrize("build", ALL_BUILDS, ids=lambda build: build.name)
 def test_too_little_shared_memory_is_refused_by_the_source(build: Build) -> None:
     short = build.defines | {"SHARED_BYTES": build.shared_bytes - 64}
     with pytest.raises(BackendError, match="the launch gives less"):
@@ -94,7 +96,7 @@ def test_without_a_compiler_the_reason_is_one_line(monkeypatch: pytest.MonkeyPat
         raise BackendError("no\n  compiler: expected one; install it")
 
     monkeypatch.setattr(nvrtc, "cubin", refuse)
-    assert why_not() == "no compiler: expected one; install it"
+    assert why_not(BUILDS) == "no compiler: expected one; install it"
 
 
 def small_call() -> dict[str, Any]:
