@@ -1,0 +1,253 @@
+"""Products of at most 64 tokens with block-scaled fp8 weights on Hopper: the launch of `kernels/products.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsv41.backends import vendor
+from dsv41.backends.cuda import nvrtc
+from dsv41.backends.cuda.hopper import ARCH
+from dsv41.backends.cuda.launch import Kernel, int32, int64, pointer
+from dsv41.errors import BackendError
+
+MOST_TOKENS = 64
+BLOCK = (32, 32)
+"""Rows and columns that share a scale."""
+_TILE = 16
+"""Rows of a matrix instruction."""
+_COLUMNS = 128
+"""Of which a row must have a multiple."""
+_LANES = 32
+"""That keep the scales of a warp, a step each."""
+_MOST_RANKS = 8
+_RANK_BYTES = 1 << 14
+"""What a multiprocessor could read in the time that each CTA of a cluster costs the others, who wait for the slowest and
+fetch its sums: half a microsecond."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """For at most so many `tokens`: `tiles` of 16 rows a warp, at most so many `warps`, `depth` steps of `step` columns
+    in flight, and at most so many `columns` of a CTA. The source checks `shared_bytes`."""
+
+    tokens: int
+    tiles: int
+    warps: int
+    step: int
+    depth: int
+    columns: int
+    ctas_per_sm: int
+    kernel: str = "products"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} tokens={self.tokens} rows={self.rows} warps={self.warps} depth={self.depth}"
+
+    @property
+    def rows(self) -> int:
+        """Of a band, which is what a warp has."""
+        return self.tiles * _TILE
+
+    @property
+    def shared_bytes(self) -> int:
+        # 16 bytes and 4 sums more, with which rows that are read together start in different banks.
+        activations = self.tokens * (self.columns * 2 + 16)
+        sums = self.warps * self.tokens * (self.rows + 4) * 4
+        return -(-(max(activations, sums) + self.columns // self.step * 8) // 16) * 16
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "TOKENS": self.tokens, "TILES": self.tiles, "MOST_WARPS": self.warps, "STEP": self.step,
+            "DEPTH": self.depth, "COLUMNS": self.columns, "CTAS_PER_SM": self.ctas_per_sm,
+            "SHARED_BYTES": self.shared_bytes,
+        }  # fmt: skip
+
+    def cubin(self) -> bytes:
+        """Raises as `nvrtc.cubin` does."""
+        return nvrtc.cubin(self.kernel, ARCH, self.defines)
+
+
+# Chosen by reasoning (docs/performance.md), not measured: as many loads in flight as registers have room for, 64 KB and
+# more of a multiprocessor, and for few tokens two CTAs on each, so that the next launch can begin to read. From 32 tokens
+# on a warp has two tiles, or reading activations from shared memory would take as long as the weights do.
+BUILDS = (
+    Build(8, tiles=1, warps=16, step=128, depth=2, columns=5120, ctas_per_sm=2),
+    Build(16, tiles=1, warps=16, step=128, depth=2, columns=4096, ctas_per_sm=1),
+    Build(32, tiles=2, warps=12, step=128, depth=2, columns=3072, ctas_per_sm=1),
+    Build(64, tiles=2, warps=8, step=128, depth=2, columns=1408, ctas_per_sm=1),
+)
+
+
+def build_for(tokens: int) -> Build:
+    """Raises BackendError for more than 64 tokens."""
+    for build in BUILDS:
+        if tokens <= build.tokens:
+            return build
+    raise BackendError(
+        f"the products for Hopper were given {tokens} tokens: expected at most {MOST_TOKENS}; use the portable ones"
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is shared: `clusters` of a group, each with `bands` of rows, whose `ranks` CTAs cut the columns,
+    each into `slices`. A warp has one band and one slice."""
+
+    clusters: int
+    bands: int
+    ranks: int
+    slices: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """What runs at a time: CTAs, one on each of the `multiprocessors`, and `clusters` of 2, 3, ... CTAs."""
+
+    multiprocessors: int
+    clusters: tuple[int, ...]
+
+
+@cache
+def plan(build: Build, tokens: int, rows: int, columns: int, groups: int, room: Room) -> Plan:
+    """The plan by which a multiprocessor moves the fewest bytes: weights, counted as if all warps had as many as the
+    one with the most, and activations and sums of its CTA. Raises BackendError for more columns than a cluster holds."""
+    all_bands, steps = -(-rows // build.rows), columns // build.step
+    found: list[tuple[int, Plan]] = []
+    for ranks in range(1, _MOST_RANKS + 1):
+        for slices in range(1, build.warps + 1):
+            share, extra = divmod(steps, ranks * slices)
+            longest = slices * share + min(extra, slices)
+            if not share or share + (extra > 0) > _LANES or longest * build.step > build.columns:
+                continue
+            for bands in range(1, min(build.warps // slices, all_bands) + 1):
+                clusters = -(-all_bands // bands)
+                if ranks > 1 and clusters * groups > room.clusters[ranks - 2]:
+                    continue
+                weights = (share + (extra > 0)) * build.step * build.rows * build.warps
+                moved = weights + longest * build.step * 2 * tokens
+                if ranks > 1:
+                    moved += bands * build.rows * tokens * 4 + ranks * _RANK_BYTES
+                turns = -(-clusters * groups * ranks // room.multiprocessors)
+                found.append((turns * moved, Plan(clusters, bands, ranks, slices)))
+    if not found:
+        raise BackendError(
+            f"no CTA holds its share of {columns} columns for {build.tokens} tokens: expected at most "
+            f"{_MOST_RANKS * build.columns}; use the portable products"
+        )
+    return min(found, key=lambda each: each[0])[1]
+
+
+def why_not() -> str | None:
+    """Why the kernel cannot be compiled here, None where it can; compiles all builds that are not in the cache."""
+    try:
+        for build in BUILDS:
+            build.cubin()
+    except BackendError as error:
+        return " ".join(str(error).split())
+    return None
+
+
+@torch.library.custom_op("dsv41::products", mutates_args=("out",))
+def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> None:
+    """`x` bf16 `[N, G, K]` times a block-diagonal `weight` `[G * M, K]` into `out` `[N, G * M]` (bf16 or float32): group
+    g by its own rows, summed in fp32 in the same order in every call, rounded once.
+
+    `weight` holds e4m3 codes (OCP, uint8, no NaN), `weight_scale` `[ceil(G * M / 32), K / 32]` UE8M0 bytes of blocks of
+    32 x 32. N is at most 64, K a multiple of 128, M of 16. Tokens and groups of `x` lie multiples of 8 elements apart,
+    tokens of `out` multiples of 4, both from an address on of which that is true; the rest is contiguous.
+
+    Weights are read before the launch ahead of this one in the stream has ended, so that one must not write them.
+
+    Raises BackendError for more than 64 tokens, and for tensors that the kernel would misread.
+    """
+    build = build_for(len(x))
+    if wrong := misread(x, weight, weight_scale, out):
+        shown = {"x": x, "weight": weight, "weight_scale": weight_scale, "out": out}
+        raise BackendError(
+            f"products was given {', '.join(wrong)} in another form ({vendor.words(shown)}): expected what its "
+            "documentation says; give it so, or use the portable products"
+        )
+    tokens, groups, columns = x.shape
+    if tokens == 0:
+        return
+    rows = len(weight) // groups
+    with torch.cuda.device(x.device):
+        kernel = _loaded(build, x.device.index)
+        chosen = plan(build, tokens, rows, columns, groups, kernel.room)
+        share, extra = divmod(columns // build.step, chosen.ranks * chosen.slices)
+        arguments = [
+            pointer(weight), pointer(weight_scale), int32(rows), int32(columns), int32(share), int32(extra),
+            pointer(x), int64(x.stride(0)), int64(x.stride(1)), int32(tokens),
+            pointer(out), int64(out.stride(0)), int32(out.dtype == torch.float32),
+        ]  # fmt: skip
+        kernel.launch(
+            x.device,
+            (1, chosen.clusters, groups),
+            *arguments,
+            ranks=chosen.ranks,
+            block=(32, chosen.slices, chosen.bands),
+            early=True,
+        )
+
+
+def misread(x: Tensor, weight: Tensor, weight_scale: Tensor | None, out: Tensor) -> list[str]:
+    """The names of what `products` would misread."""
+    groups, columns = x.shape[1:]
+    wrong = []
+    if x.dtype != torch.bfloat16 or x.stride(2) != 1 or any(at % 8 for at in (*x.stride()[:2], _elements(x))):
+        wrong.append("x")
+    if (
+        weight.dtype != torch.uint8
+        or not weight.is_contiguous()
+        or weight.data_ptr() % 16
+        or weight.shape[1] != columns
+        or columns % _COLUMNS
+        or len(weight) % (groups * _TILE)
+        or weight.numel() >= 1 << 32
+    ):
+        wrong.append("weight")
+    scales = (-(-len(weight) // BLOCK[0]), columns // BLOCK[1])
+    if (
+        weight_scale is None
+        or weight_scale.dtype != torch.uint8
+        or not weight_scale.is_contiguous()
+        or weight_scale.shape != scales
+        or weight_scale.data_ptr() % 4
+    ):
+        wrong.append("weight_scale")
+    if (
+        out.dtype not in (torch.bfloat16, torch.float32)
+        or out.shape != (len(x), len(weight))
+        or out.stride(1) != 1
+        or any(at % 4 for at in (out.stride(0), _elements(out)))
+    ):
+        wrong.append("out")
+    given = [tensor.device for tensor in (x, weight, weight_scale, out) if tensor is not None]
+    if len(set(given)) > 1:
+        wrong.append("a device")
+    return wrong
+
+
+def _elements(x: Tensor) -> int:
+    """Its address, counted in elements."""
+    return x.data_ptr() // x.element_size()
+
+
+class _Kernel:
+    """A build, loaded on one device."""
+
+    def __init__(self, build: Build, device: int) -> None:
+        kernel = Kernel(build.kernel, build.cubin(), device, build.warps * 32, build.shared_bytes)
+        self.launch = kernel.launch
+        clusters = tuple(kernel.most_clusters(ranks) for ranks in range(2, _MOST_RANKS + 1))
+        self.room = Room(kernel.multiprocessors, clusters)
+
+
+@cache
+def _loaded(build: Build, device: int) -> _Kernel:
+    return _Kernel(build, device)
