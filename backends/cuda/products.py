@@ -24,9 +24,11 @@ _COLUMNS = 128
 _LANES = 32
 """That keep the scales of a warp, a step each."""
 _MOST_RANKS = 8
-_RANK_BYTES = 1 << 14
-"""What a multiprocessor could read in the time that each CTA of a cluster costs the others, who wait for the slowest and
-fetch its sums: half a microsecond."""
+_IN_FLIGHT = 1 << 16
+"""Bytes that keep a multiprocessor's share of the memory busy."""
+_BEGINS, _RANK = 1 << 15, 1 << 14
+"""What a multiprocessor could read while a CTA begins, and in the time that each CTA of a cluster costs the others, who
+wait for the slowest and fetch its sums: one microsecond and a half."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ class Build:
         return nvrtc.cubin(self.kernel, ARCH, self.defines)
 
 
-# Chosen by reasoning (docs/performance.md), not measured: as many loads in flight as registers have room for, 64 KB and
-# more of a multiprocessor, and for few tokens two CTAs on each, so that the next launch can begin to read. From 32 tokens
-# on a warp has two tiles, or reading activations from shared memory would take as long as the weights do.
+# Chosen by reasoning (docs/performance.md), not measured: 64 KB or more in flight, and for few tokens two CTAs on a
+# multiprocessor, so that the next launch can begin to read. From 32 tokens on a warp has two tiles, or reading
+# activations from shared memory would take as long as the weights do.
 BUILDS = (
     Build(8, tiles=1, warps=16, step=128, depth=2, columns=5120, ctas_per_sm=2),
     Build(16, tiles=1, warps=16, step=128, depth=2, columns=4096, ctas_per_sm=1),
@@ -114,9 +116,11 @@ class Room:
 
 @cache
 def plan(build: Build, tokens: int, rows: int, columns: int, groups: int, room: Room) -> Plan:
-    """The plan by which a multiprocessor moves the fewest bytes: weights, counted as if all warps had as many as the
-    one with the most, and activations and sums of its CTA. Raises BackendError for more columns than a cluster holds."""
-    all_bands, steps = -(-rows // build.rows), columns // build.step
+    """The plan by which a multiprocessor moves the fewest bytes: weights, counted as if all warps that the memory needs
+    had as many as the one with the most, and activations and sums. Raises BackendError for more columns than a cluster
+    holds."""
+    all_bands, steps, step = -(-rows // build.rows), columns // build.step, build.step * build.rows
+    needed = min(build.warps, _IN_FLIGHT // (build.depth * step))
     found: list[tuple[int, Plan]] = []
     for ranks in range(1, _MOST_RANKS + 1):
         for slices in range(1, build.warps + 1):
@@ -128,10 +132,10 @@ def plan(build: Build, tokens: int, rows: int, columns: int, groups: int, room: 
                 clusters = -(-all_bands // bands)
                 if ranks > 1 and clusters * groups > room.clusters[ranks - 2]:
                     continue
-                weights = (share + (extra > 0)) * build.step * build.rows * build.warps
-                moved = weights + longest * build.step * 2 * tokens
+                weights = (share + (extra > 0)) * step * max(needed, bands * slices)
+                moved = _BEGINS + weights + longest * build.step * 2 * tokens
                 if ranks > 1:
-                    moved += bands * build.rows * tokens * 4 + ranks * _RANK_BYTES
+                    moved += bands * build.rows * tokens * 4 + ranks * _RANK
                 turns = -(-clusters * groups * ranks // room.multiprocessors)
                 found.append((turns * moved, Plan(clusters, bands, ranks, slices)))
     if not found:
@@ -154,8 +158,8 @@ def why_not() -> str | None:
 
 @torch.library.custom_op("dsv41::products", mutates_args=("out",))
 def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> None:
-    """`x` bf16 `[N, G, K]` times a block-diagonal `weight` `[G * M, K]` into `out` `[N, G * M]` (bf16 or float32): group
-    g by its own rows, summed in fp32 in the same order in every call, rounded once.
+    """`x` bf16 `[N, G, K]` times a block-diagonal `weight` `[G * M, K]` into `out` `[N, G * M]` (bf16 or float32),
+    group g by its own rows: summed in fp32, in the same order in every call, and rounded once.
 
     `weight` holds e4m3 codes (OCP, uint8, no NaN), `weight_scale` `[ceil(G * M / 32), K / 32]` UE8M0 bytes of blocks of
     32 x 32. N is at most 64, K a multiple of 128, M of 16. Tokens and groups of `x` lie multiples of 8 elements apart,
