@@ -1,7 +1,7 @@
 """Our CUDA C++ kernels compiled ahead of time, without a GPU, and what a configuration can meet on FlashMLA's backend.
 
 `python -m dsv41.backends.cuda.aot` is a worker that answers as `backends/portable/aot.py` does. Its payloads are of two
-forms: those of that module for Triton's kernels, and "hopper:0" for the first of `hopper.BUILDS`.
+forms: those of that module for Triton's kernels, and "hopper:0" for the first of `BUILDS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import triton
 from triton import knobs
 
-from dsv41.backends.cuda import hopper, nvrtc
+from dsv41.backends.cuda import hopper, nvrtc, products
 from dsv41.backends.cuda.choice import HOPPER, Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend
 from dsv41.backends.portable import aot, variants
@@ -25,6 +25,7 @@ from dsv41.errors import BackendError
 
 TARGET = "sm_90"
 """The only one that our kernels are built for."""
+BUILDS: tuple[hopper.Build | products.Build, ...] = (*hopper.BUILDS, *products.BUILDS)
 _PREFIX = "hopper:"
 _MATRIX = re.compile(r"\b[HIQ]G?MMA\.")
 
@@ -48,12 +49,15 @@ class DryFlashMLA(FlashMLABackend):
     def attend_on_hopper(self, *arguments: Any) -> None:
         arguments[-1].rotated_back = False
 
+    def multiply_on_hopper(self, *arguments: Any) -> None:
+        """Its result is already there."""
+
 
 def _written(*, out: Any, **_: Any) -> None:
     """A call that writes its result into `out`."""
 
 
-def compile_ours(build: hopper.Build) -> tuple[aot.Figures, bool]:
+def compile_ours(build: hopper.Build | products.Build) -> tuple[aot.Figures, bool]:
     """Compile, or find in the cache, and read the figures; whether it was there. Raises as `nvrtc.cubin` does."""
     kept = nvrtc.kept_at(build.kernel, hopper.ARCH, build.defines)
     cached = kept.is_file()
@@ -71,11 +75,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         payload = request["compile"]
         if not payload.startswith(_PREFIX):
             return aot.answer(request)
-        figures, cached = compile_ours(hopper.BUILDS[int(payload.removeprefix(_PREFIX))])
+        figures, cached = compile_ours(BUILDS[int(payload.removeprefix(_PREFIX))])
         return {"figures": asdict(figures), "cached": cached}
     if "list" in request:
         why = nvrtc.missing() if TARGET in request["list"] else None
-        builds = hopper.BUILDS if TARGET in request["list"] and why is None else ()
+        builds = BUILDS if TARGET in request["list"] and why is None else ()
         return {
             "variants": _listed(builds),
             "skipped": {} if why is None else {f"our kernels on {TARGET}": " ".join(why.split())},
@@ -93,24 +97,26 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     target = meeting["target"]
     choice = DryFlashMLA(target).choice
-    ours = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
+    heads = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
+    ours = {build for each in heads for build in hopper.builds_for(each)}
+    if choice.products:
+        ours |= {*products.BUILDS}
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
     return {
-        "variants": [aot.listed(variant) for variant in triton_builds]
-        + _listed(sorted({build for heads in ours for build in hopper.builds_for(heads)}, key=hopper.BUILDS.index)),
+        "variants": [aot.listed(variant) for variant in triton_builds] + _listed(sorted(ours, key=BUILDS.index)),
         "skipped": {},
         "triton": triton.__version__,
         "cache": f"{knobs.cache.dir}, {nvrtc.cache_folder()}",
     }
 
 
-def _listed(builds: Iterable[hopper.Build]) -> list[dict[str, str]]:
+def _listed(builds: Iterable[hopper.Build | products.Build]) -> list[dict[str, str]]:
     return [
         {
             "name": build.name,
             "target": TARGET,
-            "kind": "attention",
-            "payload": f"{_PREFIX}{hopper.BUILDS.index(build)}",
+            "kind": "gemm" if build in products.BUILDS else "attention",
+            "payload": f"{_PREFIX}{BUILDS.index(build)}",
         }
         for build in builds
     ]

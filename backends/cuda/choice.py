@@ -13,6 +13,10 @@ KERNELS = (FLASHMLA, HOPPER, PORTABLE)
 MOST_FEW, MOST_OURS = 16, 64
 """Heads that our kernel for few takes, and those that our kernels for Hopper take."""
 
+PRODUCTS_BY_DEFAULT = False
+"""Whether our products for few tokens are taken where nobody asked for them: to be set once they were measured to be
+faster than the portable ones (docs/performance.md)."""
+
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
 # docs/performance.md. "Few heads on one H200": 0.40 to 0.72 of the time of FlashMLA, which pads to 64 heads, at 1 to
@@ -66,6 +70,11 @@ class Choice:
         by_tokens = next(row for most, row in table.items() if num_heads <= most)
         best = next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
         return best if best != HOPPER or self.missing is None else FLASHMLA
+
+    @property
+    def products(self) -> bool:
+        """Whether products of few tokens with fp8 weights are ours."""
+        return self.missing is None and (PRODUCTS_BY_DEFAULT or self.named == HOPPER)
 
     def kernels(self, num_heads: int) -> set[str]:
         """Of all calls with so many heads."""

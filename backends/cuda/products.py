@@ -55,6 +55,11 @@ class Build:
         return self.tiles * _TILE
 
     @property
+    def threads(self) -> int:
+        """At most, of a CTA."""
+        return self.warps * 32
+
+    @property
     def shared_bytes(self) -> int:
         # 16 bytes and 4 sums more, with which rows that are read together start in different banks.
         activations = self.tokens * (self.columns * 2 + 16)
@@ -95,6 +100,11 @@ def build_for(tokens: int) -> Build:
     )
 
 
+def most_columns(tokens: int) -> int:
+    """What a cluster holds the activations of. Raises as `build_for` does."""
+    return _MOST_RANKS * build_for(tokens).columns
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a product is shared: `clusters` of a group, each with `bands` of rows, whose `ranks` CTAs cut the columns,
@@ -117,8 +127,7 @@ class Room:
 @cache
 def plan(build: Build, tokens: int, rows: int, columns: int, groups: int, room: Room) -> Plan:
     """The plan by which a multiprocessor moves the fewest bytes: weights, counted as if all warps that the memory needs
-    had as many as the one with the most, and activations and sums. Raises BackendError for more columns than a cluster
-    holds."""
+    had as many as the one with the most, and activations and sums."""
     all_bands, steps, step = -(-rows // build.rows), columns // build.step, build.step * build.rows
     needed = min(build.warps, _IN_FLIGHT // (build.depth * step))
     found: list[tuple[int, Plan]] = []
@@ -130,19 +139,15 @@ def plan(build: Build, tokens: int, rows: int, columns: int, groups: int, room: 
                 continue
             for bands in range(1, min(build.warps // slices, all_bands) + 1):
                 clusters = -(-all_bands // bands)
-                if ranks > 1 and clusters * groups > room.clusters[ranks - 2]:
-                    continue
+                turns = -(-clusters * groups * ranks // room.multiprocessors)
                 weights = (share + (extra > 0)) * step * max(needed, bands * slices)
                 moved = _BEGINS + weights + longest * build.step * 2 * tokens
                 if ranks > 1:
+                    if not (at_a_time := room.clusters[ranks - 2]):
+                        continue
+                    turns = max(turns, -(-clusters * groups // at_a_time))
                     moved += bands * build.rows * tokens * 4 + ranks * _RANK
-                turns = -(-clusters * groups * ranks // room.multiprocessors)
                 found.append((turns * moved, Plan(clusters, bands, ranks, slices)))
-    if not found:
-        raise BackendError(
-            f"no CTA holds its share of {columns} columns for {build.tokens} tokens: expected at most "
-            f"{_MOST_RANKS * build.columns}; use the portable products"
-        )
     return min(found, key=lambda each: each[0])[1]
 
 
@@ -161,9 +166,10 @@ def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> No
     """`x` bf16 `[N, G, K]` times a block-diagonal `weight` `[G * M, K]` into `out` `[N, G * M]` (bf16 or float32),
     group g by its own rows: summed in fp32, in the same order in every call, and rounded once.
 
-    `weight` holds e4m3 codes (OCP, uint8, no NaN), `weight_scale` `[ceil(G * M / 32), K / 32]` UE8M0 bytes of blocks of
-    32 x 32. N is at most 64, K a multiple of 128, M of 16. Tokens and groups of `x` lie multiples of 8 elements apart,
-    tokens of `out` multiples of 4, both from an address on of which that is true; the rest is contiguous.
+    `weight` holds e4m3 codes (OCP, uint8, no NaN), `weight_scale` `[ceil(G * M / 32), K / 32]` UE8M0 bytes of blocks
+    of 32 x 32. N is at most 64, K a multiple of 128 and at most `most_columns(N)`, M a multiple of 16. Tokens and
+    groups of `x` lie multiples of 8 elements apart, tokens of `out` multiples of 4, both from an address on of which
+    that is true; the rest is contiguous.
 
     Weights are read before the launch ahead of this one in the stream has ended, so that one must not write them.
 
@@ -211,6 +217,7 @@ def misread(x: Tensor, weight: Tensor, weight_scale: Tensor | None, out: Tensor)
         or weight.data_ptr() % 16
         or weight.shape[1] != columns
         or columns % _COLUMNS
+        or columns > most_columns(len(x))
         or len(weight) % (groups * _TILE)
         or weight.numel() >= 1 << 32
     ):
@@ -246,7 +253,7 @@ class _Kernel:
     """A build, loaded on one device."""
 
     def __init__(self, build: Build, device: int) -> None:
-        kernel = Kernel(build.kernel, build.cubin(), device, build.warps * 32, build.shared_bytes)
+        kernel = Kernel(build.kernel, build.cubin(), device, build.threads, build.shared_bytes)
         self.launch = kernel.launch
         clusters = tuple(kernel.most_clusters(ranks) for ranks in range(2, _MOST_RANKS + 1))
         self.room = Room(kernel.multiprocessors, clusters)
