@@ -206,7 +206,10 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
     while (true) {
         u32 powers[TILES];
 #pragma unroll
-        for (int i = 0; i < TILES; i++) powers[i] = large ? scale[i] & over(scale[i]) : scale[i] + PUT_BACK * 0x01010101u & ~over(scale[i]);
+        for (int i = 0; i < TILES; i++) {
+            u32 large_ones = scale[i] & over(scale[i]);
+            powers[i] = large ? large_ones : (scale[i] - large_ones + PUT_BACK * 0x01010101u) & ~over(scale[i]);
+        }
         u32 at = address(place + lane / 4 * PITCH + lane % 4 * 32);
 #pragma unroll 1
         for (int first = 0; first < steps; first += DEPTH) {
