@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,25 @@ class ReferenceBackend(AttentionBackend):
                     "the checkpoint is damaged, fetch this shard again"
                 )
         return None
+
+    def single_products(self, layer: LayerState) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The products with a layer's large matrices, for who times them one by one: each of `[T, in]`, but that with
+        `wo_a` of `[T, groups, in]`."""
+        spec, weights = layer.spec, layer.weights
+        by = {"quantize": spec.quantize_activations}
+
+        def down(hidden: Tensor) -> Tensor:
+            return torch.cat([linear(hidden, weight, **by) for weight in (weights.wq_a, weights.wkv)], dim=-1)
+
+        found = {
+            "wq_a, wkv": down,
+            "wq_b": partial(linear, weight=weights.wq_b, **by),
+            "wo_a": partial(grouped_linear, weight=weights.wo_a, **by),
+            "wo_b": partial(linear, weight=weights.wo_b, **by),
+        }
+        if weights.indexer is not None:
+            found["indexer's wq_b"] = partial(linear, weight=weights.indexer.wq_b, **by)
+        return found
 
     # The segments
 
