@@ -98,9 +98,10 @@ def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     target = meeting["target"]
     choice = DryFlashMLA(target).choice
     heads = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
-    ours = {build for each in heads for build in hopper.builds_for(each)}
-    if choice.products:
-        ours |= {*products.BUILDS}
+    ours = {
+        *(build for each in heads for build in hopper.builds_for(each)),
+        *(products.BUILDS if choice.products else ()),
+    }
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
     return {
         "variants": [aot.listed(variant) for variant in triton_builds] + _listed(sorted(ours, key=BUILDS.index)),

@@ -231,7 +231,7 @@ class PortableBackend(ReferenceBackend):
         def product(matrix: Matrix) -> Callable[[Tensor], Tensor]:
             return lambda x: self._product(x, matrix, _codes(x, spec, matrix))
 
-        found = {
+        found: dict[str, Callable[[Tensor], Tensor]] = {
             "wq_a, wkv": partial(self.project_down, layer=layer),
             "wq_b": product(prepared.wq_b),
             "wo_a": lambda heads: self.project_groups(heads, None, layer, heads.dtype),
