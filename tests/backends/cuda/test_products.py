@@ -200,7 +200,7 @@ def agree(arguments: dict[str, Tensor], repeats: int = 0) -> None:
     products(**arguments)
     expected = exact(**arguments)
     assert out.isfinite().all()
-    worst = 2e-6 if out.dtype == torch.float32 else 3e-3
+    worst = 3e-5 if out.dtype == torch.float32 else 3e-3  # the matrix unit adds with fewer bits than fp32 has
     assert float((out.double() - expected).norm() / expected.norm()) < worst
     again = dict(arguments, out=torch.full_like(out, math.nan))
     for _ in range(repeats):
