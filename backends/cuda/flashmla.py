@@ -14,18 +14,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsv41.backends.cuda import hopper, products
 from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
 from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
+from dsv41.backends.cuda.projections import ProjectsOnHopper
 from dsv41.backends.cuda.rows import gather_rows
 from dsv41.backends.cuda.tables import pack_gathered, pack_slots
-from dsv41.backends.portable.backend import Codes, PortableBackend
 from dsv41.backends.portable.caches import flat
-from dsv41.backends.portable.weights import Matrix, PortableWeights, padded_sink
+from dsv41.backends.portable.weights import PortableWeights, padded_sink
 from dsv41.backends.vendor import call, expect_bfloat16, load
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.builtin import INSTALL_FLASHMLA
@@ -80,7 +79,7 @@ class SelectedRows:
     lengths: Tensor
 
 
-class FlashMLABackend(PortableBackend):
+class FlashMLABackend(ProjectsOnHopper):
     """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
 
     The library is imported when the first step is planned, or before by `library`.
@@ -105,6 +104,10 @@ class FlashMLABackend(PortableBackend):
     def library(self) -> Any:
         """The module `flash_mla`. Raises BackendError where it cannot be imported."""
         return load("flash_mla", INSTALL_FLASHMLA)
+
+    @property
+    def multiplies_on_hopper(self) -> bool:
+        return self.choice.products
 
     # The contracts
 
@@ -188,34 +191,7 @@ class FlashMLABackend(PortableBackend):
                 self.workspace.reserve("gathered", rows * ROW_BYTES)
         return self.workspace.bytes
 
-    def project_groups(self, heads: Tensor, scale: Tensor | None, layer: LayerState, dtype: torch.dtype) -> Tensor:
-        wo_a = layer.prepared.wo_a
-        latent = torch.empty(len(heads), wo_a.rows, dtype=dtype, device=heads.device)
-        if scale is None and self._takes(heads, wo_a, latent):
-            self.multiply_on_hopper(heads, wo_a, latent)
-            return latent
-        return super().project_groups(heads, scale, layer, dtype)
-
-    def _product(self, x: Tensor, matrix: Matrix, codes: Codes | None = None, out: Tensor | None = None) -> Tensor:
-        out = x.new_empty(len(x), matrix.rows) if out is None else out
-        if codes is None and self._takes(x[:, None], matrix, out):
-            self.multiply_on_hopper(x[:, None], matrix, out)
-            return out
-        return super()._product(x, matrix, codes, out)
-
     # The kernels
-
-    def _takes(self, x: Tensor, matrix: Matrix, out: Tensor) -> bool:
-        """Whether our products take `x` `[N, groups, in]`."""
-        return (
-            self.choice.products
-            and len(x) <= products.MOST_TOKENS
-            and matrix.block == products.BLOCK
-            and not products.misread(x, matrix.data, matrix.scale, out)
-        )
-
-    def multiply_on_hopper(self, x: Tensor, matrix: Matrix, out: Tensor) -> None:
-        products.products(x, matrix.data, matrix.scale, out)
 
     def _attend_portably(
         self, inputs: AttnInputs, layer: LayerState, selection: Selection | None, plan: StepPlan, out: AttnOutput
