@@ -113,6 +113,33 @@ def render_steps(console: Console, report: dict[str, Any]) -> None:
     )
 
 
+def render_products(console: Console, report: dict[str, Any]) -> None:
+    """A row a product and size, and below the table what the columns count."""
+    table = Table(title=f"{report['backend']} on {escape(report['device'])}, single products", title_justify="left")
+    for column in ("product", "tokens", "us", f"{report['peer']} us", "floor us", "x floor", "x peer", "difference"):
+        table.add_column(column, justify="left" if column == "product" else "right")
+    for row in report["rows"]:
+        table.add_row(
+            row["what"],
+            str(row["tokens"]),
+            f"{row['microseconds']:.1f}",
+            f"{row['peer_seconds'] * 1e6:.1f}",
+            f"{row['floor_seconds'] * 1e6:.1f}",
+            f"{row['over_floor']:.2f}",
+            f"{row['over_peer']:.2f}",
+            _error(row["difference"]),
+        )
+    console.print(table)
+    console.print(
+        f"Floor: {report['rates']['bytes_per_second'] / 1e12:g} TB/s ({report['rates']['name']}); weights, activations "
+        "and results once.\n"
+        "Time: of one call in a CUDA graph of one for each of some layers, cold cache, median of 15 replays. "
+        "Difference: between the two results, relatively.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 def _launches(row: dict[str, Any]) -> Table:
     """Kernels with their share of the time that all of them take; gaps between them are in no share."""
     table = Table(title=f"{row['what']}, {row['context']:,} held, {row['tokens']} tokens", title_justify="left")

@@ -13,6 +13,10 @@ KERNELS = (FLASHMLA, HOPPER, PORTABLE)
 MOST_FEW, MOST_OURS = 16, 64
 """Heads that our kernel for few takes, and those that our kernels for Hopper take."""
 
+PRODUCTS_BY_DEFAULT = INDEX_BY_DEFAULT = False
+"""Whether our products for few tokens, and our index scores and choices, are taken where nobody asked for them: each to
+be set once they were measured to be faster than the portable ones (docs/performance.md)."""
+
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
 # docs/performance.md. "Few heads on one H200": 0.40 to 0.72 of the time of FlashMLA, which pads to 64 heads, at 1 to
@@ -67,15 +71,20 @@ class Choice:
         best = next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
         return best if best != HOPPER or self.missing is None else FLASHMLA
 
+    @property
+    def products(self) -> bool:
+        """Whether products of few tokens with fp8 weights are ours."""
+        return self.missing is None and (PRODUCTS_BY_DEFAULT or self.named == HOPPER)
+
+    @property
+    def index(self) -> bool:
+        """Whether index scores of MXFP4 keys and the choices by them are ours."""
+        return self.missing is None and (INDEX_BY_DEFAULT or self.named == HOPPER)
+
     def kernels(self, num_heads: int) -> set[str]:
         """Of all calls with so many heads."""
         table = _TABLES.get(self.arch, _TABLES["sm_100"])
         return {self.kernel(num_heads, tokens) for row in table.values() for tokens in row}
-
-    @property
-    def untimed(self) -> bool:
-        """Whether our kernels for Hopper that have not been timed yet are used: only where these are asked for."""
-        return self.named == HOPPER
 
     def pads(self, num_heads: int) -> bool:
         """Whether some call with so many heads is FlashMLA's, which takes 64 or 128."""

@@ -16,12 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv41.backends.cuda import hopper, index
+from dsv41.backends.cuda import hopper, index, products
 from dsv41.backends.cuda.build import TARGET, why_not
-from dsv41.backends.cuda.choice import ENV_KERNEL, FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
+from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
 from dsv41.backends.cuda.index_choices import ChoicesOnHopper
 from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
+from dsv41.backends.cuda.projections import ProjectsOnHopper
 from dsv41.backends.cuda.rows import gather_rows
 from dsv41.backends.cuda.tables import pack_gathered, pack_slots
 from dsv41.backends.portable.caches import flat
@@ -80,9 +81,8 @@ class SelectedRows:
     lengths: Tensor
 
 
-class FlashMLABackend(ChoicesOnHopper):
-    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours, which score
-    index keys there too.
+class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper):
+    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
 
     The library is imported when the first step is planned, or before by `library`.
     """
@@ -94,14 +94,14 @@ class FlashMLABackend(ChoicesOnHopper):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.choice = self.read_choice()
-        if self.chooses_on_hopper and (missing := why_not(index.BUILDS)):
-            raise BackendError(f"our index kernels cannot be compiled ({missing}): unset {ENV_KERNEL}")
 
     def read_choice(self) -> Choice:
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
         if self.device.type != "cuda" or self.arch != TARGET:
             return Choice.read(self.arch, f"it is built for {TARGET}, this is {self.arch}")
-        return Choice.read(self.arch, why_not(hopper.BUILDS))
+        choice = Choice.read(self.arch, why_not(hopper.BUILDS))
+        others = (index.BUILDS if choice.index else ()) + (products.BUILDS if choice.products else ())
+        return Choice.read(self.arch, why_not(others)) if others else choice
 
     @cached_property
     def library(self) -> Any:
@@ -110,7 +110,11 @@ class FlashMLABackend(ChoicesOnHopper):
 
     @property
     def chooses_on_hopper(self) -> bool:
-        return self.device.type == "cuda" and self.choice.untimed
+        return self.choice.index
+
+    @property
+    def multiplies_on_hopper(self) -> bool:
+        return self.choice.products
 
     # The contracts
 

@@ -5,8 +5,9 @@ Every segment is written out here, one call a kernel, so that it can be read bes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -223,6 +224,22 @@ class PortableBackend(ReferenceBackend):
                     row = _padded(width) * torch.float32.itemsize
                     self.workspace.reserve(name, _bounded(SCORE_BYTES, max_tokens, row))
         return self.workspace.bytes
+
+    def single_products(self, layer: LayerState) -> dict[str, Callable[[Tensor], Tensor]]:
+        spec, prepared = layer.spec, _prepared(layer)
+
+        def product(matrix: Matrix) -> Callable[[Tensor], Tensor]:
+            return lambda x: self._product(x, matrix, _codes(x, spec, matrix))
+
+        found: dict[str, Callable[[Tensor], Tensor]] = {
+            "wq_a, wkv": partial(self.project_down, layer=layer),
+            "wq_b": product(prepared.wq_b),
+            "wo_a": lambda heads: self.project_groups(heads, None, layer, heads.dtype),
+            "wo_b": partial(self.project_latent, layer=layer),
+        }
+        if prepared.index_wq_b is not None:
+            found["indexer's wq_b"] = product(prepared.index_wq_b)
+        return found
 
     # The segments
 
