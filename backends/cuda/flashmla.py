@@ -21,7 +21,7 @@ from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Cho
 from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
-from dsv41.backends.cuda.tables import pack_gathered, pack_slots
+from dsv41.backends.cuda.tables import pack_gathered, pack_selection, pack_slots
 from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.weights import PortableWeights, padded_sink
@@ -174,6 +174,12 @@ class FlashMLABackend(PortableBackend):
         }
         full = frozenset(ratio for ratio, spec in kinds.items() if all_full(plan.batch, spec.window, ratio, spec.topk))
         return replace(plan, extra=FlashMLAPlan(window, lengths, visible, runs, schedules, full))
+
+    def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
+        rows, ratio = selection.topk_indices, layer.spec.ratio
+        table, visible = plan.batch.compressed_tables[ratio], plan.num_visible[ratio]
+        found = pack_selection(rows, visible, plan.token_request, table.pages, table.page_size, _DECODE_COLUMNS)
+        return Selection(rows, selection.candidates, SelectedRows(*found))
 
     def complete_selection(self, slots: Tensor) -> SelectedRows:
         return SelectedRows(slots, *pack_slots(slots, _DECODE_COLUMNS))

@@ -81,8 +81,16 @@ def test_what_a_configuration_meets(worker: Worker) -> None:
     """No attention of the portable backend; FlashMLA's tables, gathering where chunks are long, or our kernel."""
     padded = met(worker, "sm_100", 8)
     kernels = {name.split()[0] for name in padded}
-    assert {"pack_slots", "pack_gathered", "gather_rows", "rotate_insert", "finish_output", "gemm"} <= kernels
-    assert not kernels & {"attend", "combine", "few_heads", "many_heads"}
+    assert {
+        "pack_slots",
+        "pack_selection",
+        "pack_gathered",
+        "gather_rows",
+        "rotate_insert",
+        "finish_output",
+        "gemm",
+    } <= kernels
+    assert not kernels & {"attend", "combine", "few_heads", "many_heads", "selection_slots"}
     if MISSING is None:
         for tp_size, kernels in ((8, ["few_heads"]), (1, ["few_heads", "many_heads", "many_heads"])):
             ours = [name.split()[0] for name in met(worker, "sm_90", tp_size)]
