@@ -19,10 +19,10 @@ from torch import Tensor
 from dsv41.backends.cuda import hopper
 from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
 from dsv41.backends.cuda.layouts import check_readable, record_view
+from dsv41.backends.cuda.overlap import Overlapping
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.rows import gather_rows
 from dsv41.backends.cuda.tables import pack_gathered, pack_selection, pack_slots
-from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.weights import PortableWeights, padded_sink
 from dsv41.backends.vendor import call, expect_bfloat16, load
@@ -79,7 +79,7 @@ class SelectedRows:
     lengths: Tensor
 
 
-class FlashMLABackend(PortableBackend):
+class FlashMLABackend(Overlapping):
     """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
 
     The library is imported when the first step is planned, or before by `library`.
@@ -92,6 +92,7 @@ class FlashMLABackend(PortableBackend):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.choice = self.read_choice()
+        self.max_tokens_for_overlap = self.choice.max_tokens_for_overlap
 
     def read_choice(self) -> Choice:
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""

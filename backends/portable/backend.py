@@ -228,10 +228,8 @@ class PortableBackend(ReferenceBackend):
 
     def prepare_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
         hidden = hidden.contiguous()
-        inputs = self.project_inputs(hidden, layer, plan)
-        if layer.spec.owns_compressed:
-            inputs = replace(inputs, latent=self.insert_compressed(hidden, layer, plan))
-        return inputs
+        latent = self.insert_compressed(hidden, layer, plan) if layer.spec.owns_compressed else None
+        return replace(self.project_inputs(hidden, layer, plan), latent=latent)
 
     def insert_window(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> None:
         spec, prepared, caches = layer.spec, _prepared(layer), layer.caches
@@ -297,8 +295,7 @@ class PortableBackend(ReferenceBackend):
         fused = self.project_down(hidden, layer)
         qr, qr_codes, qr_scales, kv = norm_inputs(fused, weights.q_norm, weights.kv_norm, spec.eps, quantize)
         quantised = _Quantised(qr, (qr_codes, qr_scales)) if quantize else None
-        q = self._queries(qr, quantised.codes if quantised is not None else None, layer)
-        self._rotate_insert(q, kv, layer, plan)
+        q = self.project_queries(qr, quantised.codes if quantised is not None else None, kv, layer, plan)
         return AttnInputs(hidden, qr, q, kv, plan.batch.positions, extra=quantised)
 
     def insert_compressed(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
@@ -317,6 +314,13 @@ class PortableBackend(ReferenceBackend):
         fused = hidden.new_empty(hidden.shape[0], spec.q_lora_rank + spec.head_dim)
         self._products(hidden, prepared.down, _codes(hidden, spec, *prepared.down), fused)
         return fused
+
+    def project_queries(self, qr: Tensor, codes: Codes | None, kv: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
+        """The queries `[T, Hp, D]` as attention takes them, of `qr` `[T, q_rank]` or its `codes`. The latents `kv`
+        `[T, D]` are rotated in place, and written into the window cache. Only attention reads what this writes."""
+        q = self._queries(qr, codes, layer)
+        self._rotate_insert(q, kv, layer, plan)
+        return q
 
     def project_groups(self, heads: Tensor, scale: Tensor | None, layer: LayerState, dtype: torch.dtype) -> Tensor:
         """The first product of the output projection: `heads` `[T, groups, in]`, or their MXFP8 codes with `scale`
