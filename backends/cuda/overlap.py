@@ -3,9 +3,9 @@
 Most launches of a decode step neither fill the GPU nor keep its memory busy, so what each takes adds up along a chain
 of them. A layer that chooses rows has three from its hidden states to attention, or two where it compresses none:
 
-    hidden -> compressed rows ---> index keys ---.
-          `-> both latents -> index queries ------+-> scores -> top-k -> slots -> attention
-                         `--> queries, rotated, and window rows -----------------^
+    hidden -> compressed rows ------------> index keys -.
+          `-> latents, window rows -> index queries -----+-> scores -> top-k -> slots -> attention
+                                 `--> queries, rotated ---------------------------------^
 
 The first and the last have a side stream each; the middle one, the longest, stays on the step's own.
 """
@@ -54,11 +54,11 @@ class Overlapping(PortableBackend):
         with self._beside(self.rows, len(inputs.hidden)):
             super()._insert_index_keys(inputs, layer, plan)
 
-    def project_queries(self, qr: Tensor, codes: Codes | None, kv: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
-        if not layer.spec.owns_selection:
-            return super().project_queries(qr, codes, kv, layer, plan)
+    def project_queries(self, qr: Tensor, codes: Codes | None, layer: LayerState, positions: Tensor) -> Tensor:
+        if not layer.spec.owns_selection:  # nothing would run beside it
+            return super().project_queries(qr, codes, layer, positions)
         with self._beside(self.queries, len(qr)):
-            return super().project_queries(qr, codes, kv, layer, plan)
+            return super().project_queries(qr, codes, layer, positions)
 
     def _score(self, *given: Any) -> None:
         self.rows.join()

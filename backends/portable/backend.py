@@ -18,9 +18,10 @@ from dsv41.backends.portable.compress import compress_rows
 from dsv41.backends.portable.dry_steps import DryLayers, Step
 from dsv41.backends.portable.gemm import grouped_linear, linear
 from dsv41.backends.portable.index_inputs import index_queries
-from dsv41.backends.portable.insert import insert_rows, rotate_insert
+from dsv41.backends.portable.inputs import norm_inputs, rotate_heads
+from dsv41.backends.portable.insert import insert_rows
 from dsv41.backends.portable.layouts import check_addressable
-from dsv41.backends.portable.norm import norm_inputs, rms_norm
+from dsv41.backends.portable.norm import rms_norm
 from dsv41.backends.portable.output import empty_codes, finish_output
 from dsv41.backends.portable.quantize import GROUP, quantize_mxfp8
 from dsv41.backends.portable.scores import block_maxima, index_scores
@@ -290,13 +291,23 @@ class PortableBackend(ReferenceBackend):
 
     def project_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
         """`prepare_inputs` but for the compressed cache: queries, and the latents that go into the window cache."""
-        spec, weights, prepared = layer.spec, layer.weights, _prepared(layer)
-        quantize = spec.quantize_activations and prepared.wq_b.scale is not None
-        fused = self.project_down(hidden, layer)
-        qr, qr_codes, qr_scales, kv = norm_inputs(fused, weights.q_norm, weights.kv_norm, spec.eps, quantize)
-        quantised = _Quantised(qr, (qr_codes, qr_scales)) if quantize else None
-        q = self.project_queries(qr, quantised.codes if quantised is not None else None, kv, layer, plan)
-        return AttnInputs(hidden, qr, q, kv, plan.batch.positions, extra=quantised)
+        spec, weights, caches, positions = layer.spec, layer.weights, layer.caches, plan.batch.positions
+        assert caches is not None
+        quantize = spec.quantize_activations and _prepared(layer).wq_b.scale is not None
+        qr, codes, scales, kv = norm_inputs(
+            self.project_down(hidden, layer),
+            weights.q_norm,
+            weights.kv_norm,
+            spec.eps,
+            quantize,
+            positions,
+            layer.cos_sin,
+            plan.window_slots,
+            *flat(caches.window),
+        )
+        quantised = _Quantised(qr, (codes, scales)) if quantize else None
+        q = self.project_queries(qr, quantised.codes if quantised is not None else None, layer, positions)
+        return AttnInputs(hidden, qr, q, kv, positions, extra=quantised)
 
     def insert_compressed(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
         """The latent `[T, D]` of the group that each token closes, rotated into the compressed cache. It and
@@ -315,11 +326,11 @@ class PortableBackend(ReferenceBackend):
         self._products(hidden, prepared.down, _codes(hidden, spec, *prepared.down), fused)
         return fused
 
-    def project_queries(self, qr: Tensor, codes: Codes | None, kv: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
-        """The queries `[T, Hp, D]` as attention takes them, of `qr` `[T, q_rank]` or its `codes`. The latents `kv`
-        `[T, D]` are rotated in place, and written into the window cache. Only attention reads what this writes."""
+    def project_queries(self, qr: Tensor, codes: Codes | None, layer: LayerState, positions: Tensor) -> Tensor:
+        """The queries `[T, Hp, D]` of `qr` `[T, q_rank]` or its `codes`, rotated unless attention does that."""
         q = self._queries(qr, codes, layer)
-        self._rotate_insert(q, kv, layer, plan)
+        if not self.fuses_rotation:
+            rotate_heads(q, layer.spec.num_heads, positions, layer.cos_sin)
         return q
 
     def project_groups(self, heads: Tensor, scale: Tensor | None, layer: LayerState, dtype: torch.dtype) -> Tensor:
@@ -345,15 +356,6 @@ class PortableBackend(ReferenceBackend):
         q = qr.new_empty(qr.shape[0], spec.padded_heads, spec.head_dim)
         self._product(qr, wq_b, codes, q.flatten(1)[:, : spec.num_heads * spec.head_dim])
         return q
-
-    def _rotate_insert(self, q: Tensor, kv: Tensor, layer: LayerState, plan: StepPlan) -> None:
-        """Rotate the latents, and the queries unless attention does, and write the latents into the window cache."""
-        assert layer.caches is not None
-        heads = layer.spec.num_heads
-        if self.fuses_rotation:
-            q, heads = q[:, :0], 0
-        positions = plan.batch.positions
-        rotate_insert(q, heads, kv, positions, layer.cos_sin, plan.window_slots, *flat(layer.caches.window))
 
     def _compress(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
         """The latent `[T, D]` of the group that each token closes."""

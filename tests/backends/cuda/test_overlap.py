@@ -66,7 +66,7 @@ def test_under_capture_chains_run_beside_one_another_and_join_before_they_are_re
         "insert_rows on rows",
         "norm_inputs on main",
         "queries waits for main",
-        "rotate_insert on queries",
+        "rotate_heads on queries",
         "rows waits for main",
         "insert_rows on rows",
         "index_queries on main",
@@ -76,7 +76,7 @@ def test_under_capture_chains_run_beside_one_another_and_join_before_they_are_re
         "selection_slots on main",
         "main waits for queries",
         "norm_inputs on main",
-        "rotate_insert on main",
+        "rotate_heads on main",
     ]
     assert torch.equal(found, step(dyadic, None, layers=(1, 2)))
 
@@ -89,7 +89,7 @@ def test_a_layer_that_chooses_among_the_rows_of_another_has_its_queries_beside_t
     assert own[:4] == [
         "norm_inputs on main",
         "queries waits for main",
-        "rotate_insert on queries",
+        "rotate_heads on queries",
         "index_queries on main",
     ]
     assert "rows" not in " ".join(own)
