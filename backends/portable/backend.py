@@ -312,11 +312,32 @@ class PortableBackend(ReferenceBackend):
     def insert_compressed(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
         """The latent `[T, D]` of the group that each token closes, rotated into the compressed cache. It and
         `project_inputs` touch nothing of one another's."""
-        spec, caches = layer.spec, layer.caches
-        assert caches is not None and caches.compressed is not None
-        latent = self._compress(hidden, layer, plan)
-        slots, positions = plan.compressed_slots[spec.ratio], plan.batch.positions
-        insert_rows(latent, None, spec.eps, positions, spec.ratio, layer.cos_sin, slots, *flat(caches.compressed))
+        spec, caches, batch, prepared = layer.spec, layer.caches, plan.batch, _prepared(layer)
+        weights = layer.weights.compressor
+        assert weights is not None and caches is not None and caches.compressed is not None
+        into = (layer.cos_sin, plan.compressed_slots[spec.ratio], *flat(caches.compressed))
+        latent: Tensor
+        if weights.wgate is None:
+            latent = rms_norm(self._product(hidden, prepared.compress[0]), weights.norm, spec.eps)
+            insert_rows(latent, None, spec.eps, batch.positions, spec.ratio, *into)
+            return latent
+        assert caches.compressor_state is not None
+        raw = torch.empty(hidden.shape[0], 2, spec.head_dim, dtype=torch.float32, device=hidden.device)
+        self._products(hidden, prepared.compress, None, raw.flatten(1))
+        latent = compress_rows(
+            raw,
+            caches.compressor_state,
+            plan.token_request,
+            batch.positions,
+            batch.state_slots,
+            batch.query_start_loc,
+            batch.seq_lens,
+            weights.norm,
+            spec.eps,
+            spec.ratio,
+            hidden.dtype,
+            *into,
+        )
         return latent
 
     def project_down(self, hidden: Tensor, layer: LayerState) -> Tensor:
@@ -356,32 +377,6 @@ class PortableBackend(ReferenceBackend):
         q = qr.new_empty(qr.shape[0], spec.padded_heads, spec.head_dim)
         self._product(qr, wq_b, codes, q.flatten(1)[:, : spec.num_heads * spec.head_dim])
         return q
-
-    def _compress(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
-        """The latent `[T, D]` of the group that each token closes."""
-        spec, weights, prepared, batch = layer.spec, layer.weights.compressor, _prepared(layer), plan.batch
-        assert weights is not None and layer.caches is not None
-        if weights.wgate is None:
-            latent: Tensor = rms_norm(self._product(hidden, prepared.compress[0]), weights.norm, spec.eps)
-            return latent
-        state = layer.caches.compressor_state
-        assert state is not None
-        raw = torch.empty(hidden.shape[0], 2, spec.head_dim, dtype=torch.float32, device=hidden.device)
-        self._products(hidden, prepared.compress, None, raw.flatten(1))
-        latent = compress_rows(
-            raw,
-            state,
-            plan.token_request,
-            batch.positions,
-            batch.state_slots,
-            batch.query_start_loc,
-            batch.seq_lens,
-            weights.norm,
-            spec.eps,
-            spec.ratio,
-            hidden.dtype,
-        )
-        return latent
 
     def _insert_index_keys(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> None:
         spec, weights, prepared, caches = layer.spec, layer.weights.indexer, _prepared(layer), layer.caches

@@ -16,7 +16,6 @@ from dsv41.backends.cuda.overlap import Overlapping
 from dsv41.backends.portable.fork import Fork
 from dsv41.backends.portable.launch import watching
 from dsv41.checkpoint import load_checkpoint
-from dsv41.hal.types import LayerState, StepPlan
 from dsv41.session import Session
 from dsv41.stack import AttentionStack
 
@@ -63,7 +62,6 @@ def test_under_capture_chains_run_beside_one_another_and_join_before_they_are_re
         "rows waits for main",
         "pool on rows",
         "keep on rows",
-        "insert_rows on rows",
         "norm_inputs on main",
         "queries waits for main",
         "rotate_heads on queries",
@@ -128,15 +126,15 @@ def test_a_captured_step_with_forks_is_the_eager_one_bit_for_bit(dyadic: Path) -
         fuses_rotation = False
         max_tokens_for_overlap = 32
 
-        def _compress(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
+        def _product(self, *given: Any) -> Tensor:
             opened.append((self.rows.is_open, torch.cuda.current_stream() == self.rows._side))
-            return super()._compress(hidden, layer, plan)
+            return super()._product(*given)
 
     checkpoint = load_checkpoint(dyadic, device="cuda", dtype=torch.float32)
     stack = AttentionStack(checkpoint, Forked(device="cuda"), max_len=MAX_LEN)
     eager, captured = (Session(stack, max_requests=2, max_step_tokens=8, page_size=4) for _ in range(2))
     captured.capture(4, num_requests=2, layer_inputs=True)
-    assert set(opened) == {(False, False), (True, True)}, "the run before is eager"
+    assert set(opened) == {(False, False), (True, False), (True, True)}, "the run before is eager"
     for session in (eager, captured):
         assert [session.add_request() for _ in range(2)] == [0, 1]
     for number, counts in enumerate(({0: 4}, {0: 3, 1: 1}, {0: 1}, {1: 2, 0: 2}, *[{0: 1, 1: 1}] * 8)):
