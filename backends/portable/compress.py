@@ -21,6 +21,16 @@ _WARPS = 4
 
 
 @triton.jit
+def _keep_row(raw, state, state_stride, ring_stride, ring, token, request, position, state_slots, seq_lens, DIM):
+    """Copy the raw row of a token into the ring of its request, unless a later one of the step takes its place."""
+    held = tl.load(seq_lens + request, request >= 0, other=0)
+    if request >= 0 and position >= held - ring:
+        row = state + tl.load(state_slots + request) * state_stride + position % ring * ring_stride
+        both = tl.arange(0, 2 * DIM)
+        tl.store(row + both, tl.load(raw + token * 2 * DIM + both))
+
+
+@triton.jit
 def _pool(
     raw,
     state,
@@ -31,6 +41,7 @@ def _pool(
     positions,
     state_slots,
     query_start_loc,
+    seq_lens,
     norm_weight,
     latent,
     eps,
@@ -45,6 +56,7 @@ def _pool(
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     F: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     request, position = tl.load(token_request + token), tl.load(positions + token)
@@ -79,6 +91,8 @@ def _pool(
             row = rotated_row(out, cos_sin, position // RATIO * RATIO, latent.dtype.element_ty, ROPE)
             store_row((cache, cache_pool, cache_scale, cache_stride, cache_pool_stride), slot, row, F)
     tl.store(latent + token * DIM + dim, narrow(out, latent.dtype.element_ty))
+    if KEEP:
+        _keep_row(raw, state, state_stride, ring_stride, ring, token, request, position, state_slots, seq_lens, DIM)
 
 
 @triton.jit
@@ -96,11 +110,7 @@ def _keep(
 ):
     token = tl.program_id(0).to(tl.int64)
     request, position = tl.load(token_request + token), tl.load(positions + token)
-    held = tl.load(seq_lens + request, request >= 0, other=0)
-    if request >= 0 and position >= held - ring:
-        row = state + tl.load(state_slots + request) * state_stride + position % ring * ring_stride
-        both = tl.arange(0, 2 * DIM)
-        tl.store(row + both, tl.load(raw + token * 2 * DIM + both))
+    _keep_row(raw, state, state_stride, ring_stride, ring, token, request, position, state_slots, seq_lens, DIM)
 
 
 @torch.library.custom_op("dsv41::compress_rows", mutates_args=("state", "data", "pool"))
@@ -135,6 +145,8 @@ def compress_rows(
     `slots` int64 `[T]` of a cache, -1 = nowhere.
     """
     latent = raw.new_empty(raw.shape[0], raw.shape[2], dtype=dtype)
+    # Of several tokens, one may overwrite a row of the ring that another still needs: then that is a launch of its own.
+    alone = raw.shape[0] == 1
     shared: dict[str, Any] = {
         "raw": raw,
         "state": state,
@@ -144,6 +156,7 @@ def compress_rows(
         "token_request": token_request,
         "positions": positions,
         "state_slots": state_slots,
+        "seq_lens": seq_lens,
         "DIM": raw.shape[2],
     }
     launch(
@@ -161,9 +174,10 @@ def compress_rows(
         RATIO=ratio,
         ROPE=cos_sin.shape[1],
         F=RowFormat.from_numbers(format),
+        KEEP=alone,
     )
-    # A launch of its own: a long step overwrites rows of the ring that its first tokens still need.
-    launch(_keep, (raw.shape[0],), num_warps=_WARPS, **shared, seq_lens=seq_lens)
+    if not alone:
+        launch(_keep, (raw.shape[0],), num_warps=_WARPS, **shared)
     return latent
 
 

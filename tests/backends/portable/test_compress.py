@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.compress import compress_rows
+from dsv41.backends.portable.launch import watching
 from dsv41.backends.reference import compress as reference
 from dsv41.backends.reference.norm import rms_norm, rotate
 from dsv41.backends.reference.planning import make_plan
@@ -129,6 +130,26 @@ def test_groups_are_pooled_across_steps(ratio: int, dtype: torch.dtype) -> None:
         check(plan, run(raw, state, plan, ratio, dtype), expected, ratio)
         torch.testing.assert_close(state, expected_state, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(state[[1, 3]].isnan(), torch.ones_like(state[[1, 3]], dtype=torch.bool))
+
+
+@pytest.mark.parametrize("ratio", [2, 4])
+def test_a_token_alone_is_pooled_and_kept_by_one_launch(ratio: int) -> None:
+    """Steps of one token, and of padding alone: the ring turns more than once."""
+    state, expected_state = states()
+    launched: list[str] = []
+
+    def note(launch: Any) -> bool:
+        launched.append(launch.kernel.__name__)
+        return True
+
+    for length in range(1, 14):
+        plan = plan_of([1], [length], state_slots=[3]) if length != 6 else plan_of([], [], padded=1)
+        raw = noise(1, 2, DIM, seed=length) * 3
+        expected = expect(raw, expected_state, plan, ratio, BF16)
+        with watching(note):
+            check(plan, run(raw, state, plan, ratio, BF16), expected, ratio)
+        torch.testing.assert_close(state, expected_state, rtol=0, atol=0, equal_nan=True)
+    assert launched == ["_pool"] * 13
 
 
 @pytest.mark.parametrize(("layout", "ratio", "dtype"), covering(KEYS, (2, 4), (BF16, FP32)), ids=name_of)
