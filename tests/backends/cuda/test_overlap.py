@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from dsv41.backends.cuda.overlap import Overlapping
 from dsv41.backends.portable.fork import Fork
 from dsv41.backends.portable.launch import watching
 from dsv41.checkpoint import load_checkpoint
+from dsv41.hal.types import AttnInputs, LayerState, StepPlan
 from dsv41.session import Session
 from dsv41.stack import AttentionStack
 
 from ...model.portables import Interpreted
 from ...model.toys import MAX_LEN, TOY, signs
-from ..portable.streams import Streams
+from ..portable.streams import Lifetimes, Streams
 
 GPU = torch.cuda.is_available()
 ON_CPU = pytest.mark.skipif(GPU, reason="streams are recorded where there are none")
@@ -37,9 +39,15 @@ class Overlapped(Overlapping, Interpreted):
     max_tokens_for_overlap = 32
 
 
-def step(path: Path, streams: Streams | None, layers: tuple[int, ...], tokens: int = 16) -> Tensor:
+def step(
+    path: Path,
+    streams: Streams | None,
+    layers: tuple[int, ...],
+    tokens: int = 16,
+    kind: type[Overlapping] = Overlapped,
+) -> Tensor:
     """The outputs of a step; `streams.log` has every launch with its stream."""
-    backend = Overlapped()
+    backend = kind()
     backend.rows, backend.queries = (Fork(backend.device, streams) for _ in range(2))
     stack = AttentionStack(load_checkpoint(path, dtype=torch.float32, layers=list(layers)), backend, max_len=MAX_LEN)
     session = Session(stack, max_requests=1, max_step_tokens=32)
@@ -93,6 +101,23 @@ def test_a_layer_that_chooses_among_the_rows_of_another_has_its_queries_beside_t
     assert "rows" not in " ".join(own)
     assert own[-1] == "main waits for queries"
     assert torch.equal(found, step(dyadic, None, layers=(4, 5)))
+
+
+@ON_CPU
+def test_what_branches_read_is_held_until_they_are_joined(dyadic: Path) -> None:
+    """Of the memory of the main stream; and where it is not, that is seen."""
+
+    class LetsGo(Overlapped):
+        def project_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
+            inputs = super().project_inputs(hidden, layer, plan)
+            return replace(inputs, qr=inputs.qr.clone())
+
+    for kind, freed in ((Overlapped, False), (LetsGo, True)):
+        streams = Streams("rows", "queries")
+        with Lifetimes(streams) as lifetimes:
+            step(dyadic, streams, layers=(1, 2, 4, 5), kind=kind)
+        assert {"rows waits for main", "queries waits for main"} <= set(streams.log)
+        assert bool(lifetimes.freed) is freed, lifetimes.freed
 
 
 @ON_CPU

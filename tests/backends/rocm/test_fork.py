@@ -21,7 +21,7 @@ from dsv41.stack import AttentionStack
 
 from ...model.portables import Interpreted
 from ...model.toys import MAX_LEN, TOY, signs
-from ..portable.streams import Streams
+from ..portable.streams import Lifetimes, Streams
 
 GPU = torch.cuda.is_available()
 ON_CPU = pytest.mark.skipif(GPU, reason="streams are recorded where there are none")
@@ -77,6 +77,15 @@ def test_under_capture_compression_runs_beside_the_queries_and_joins_before_atte
         "attention on main",
     ]
     assert torch.equal(found, step(dyadic, None))
+
+
+@ON_CPU
+def test_what_the_branch_reads_is_held_until_it_is_joined(dyadic: Path) -> None:
+    streams = Streams("side")
+    with Lifetimes(streams) as lifetimes:
+        step(dyadic, streams)
+    assert "main waits for side" in streams.log
+    assert lifetimes.freed == []
 
 
 @ON_CPU
