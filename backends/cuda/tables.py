@@ -107,7 +107,8 @@ def pack_selection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`selection_slots` of the portable backend, and `pack_slots` of what it gives, in one launch.
 
-    Returns the slots int64 `[T, K]` in their places, and packed int32 `[T, W]` with their numbers int32 `[T]`.
+    Returns the slots int64 `[T, K]` in their places, and packed int32 `[T, W]` with their numbers int32 `[T]`. Slots
+    are below 2**31.
     """
     slots, packed, lengths = _selection_room(topk, num_visible, token_request, pages, page_size, multiple)
     launch(
