@@ -79,7 +79,7 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 
 def render_steps(console: Console, report: dict[str, Any]) -> None:
-    """A table of all sizes, and what one run of each launches, which a profiler saw."""
+    """A table of all sizes, and what one step of each launches, which a profiler saw."""
     title = (
         f"{report['backend']} on {escape(report['device'])}, kv {report['kv_cache_dtype']}, "
         f"index {report['index_cache_dtype']}"
@@ -106,8 +106,9 @@ def render_steps(console: Console, report: dict[str, Any]) -> None:
     console.print(
         f"Floor: {rates['bytes_per_second'] / 1e12:g} TB/s and {rates['flops_per_second'] / 1e12:g} TFLOP/s of bf16 "
         f"({rates['name']}); weights once, selected rows and scored index keys once a token.\n"
-        f"Time: of a CUDA graph, cold cache, median of 15 replays; what is planned once a step is not in it. "
-        f"Workspace: {report['workspace_bytes'] / 2**20:,.0f} MiB.",
+        f"Time: of one step of {report['steps']} in a CUDA graph, each over weights and caches of its own "
+        f"({report['step_bytes'] / 2**20:,.0f} MiB), cold cache, median of 15 replays; what is planned once a step is "
+        f"not in it. Workspace: {report['workspace_bytes'] / 2**20:,.0f} MiB.",
         highlight=False,
         soft_wrap=True,
     )

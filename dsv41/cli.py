@@ -337,6 +337,12 @@ def _step_options(*, contexts: str, tokens: str) -> Callable[[Callable[..., None
             click.option("--json", "as_json", is_flag=True, help="Print JSON."),
             click.option("--seed", default=0, show_default=True),
             click.option(
+                "--steps",
+                default=8,
+                show_default=True,
+                help="Steps in a row in one graph, each with weights and caches of its own, at most 8 GiB of them.",
+            ),
+            click.option(
                 "--context",
                 default=contexts,
                 show_default=True,

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import triton
+from torch import Tensor
 from triton import knobs
 
 from dsv41.backends.cuda import hopper, index, nvrtc, products
@@ -50,6 +51,14 @@ class DryFlashMLA(FlashMLABackend):
 
     def multiply_on_hopper(self, *arguments: Any) -> None:
         """Its result is already there."""
+
+    def score_on_hopper(self, *arguments: Any) -> None:
+        """So are scores."""
+
+    def choose_on_hopper(
+        self, scores: Tensor, best: Tensor | None, visible: Tensor, candidates: Tensor | None, rows: int, blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        return visible.new_empty(len(scores), rows), visible.new_empty(len(scores), blocks)
 
 
 def _written(*, out: Any, **_: Any) -> None:

@@ -10,6 +10,8 @@ from dsv41.errors import BackendError
 ENV_KERNEL = "DSV41_FLASHMLA_KERNEL"
 FLASHMLA, HOPPER, PORTABLE = "flashmla", "hopper", "portable"
 KERNELS = (FLASHMLA, HOPPER, PORTABLE)
+MOST_OVERLAPPING = 256
+"""Tokens of a captured step up to which independent chains run side by side; with more, each fills the GPU alone."""
 MOST_FEW, MOST_OURS = 16, 64
 """Heads that our kernel for few takes, and those that our kernels for Hopper take."""
 
@@ -80,6 +82,12 @@ class Choice:
     def index(self) -> bool:
         """Whether index scores of MXFP4 keys and the choices by them are ours."""
         return self.missing is None and (INDEX_BY_DEFAULT or self.named == HOPPER)
+
+    @property
+    def max_tokens_for_overlap(self) -> int:
+        """That of the backend. Not timed yet, so only where HOPPER is named: with the table's choice, which is mostly
+        the same kernel, beside it both are timed by one machine."""
+        return MOST_OVERLAPPING if self.named == HOPPER else 0
 
     def kernels(self, num_heads: int) -> set[str]:
         """Of all calls with so many heads."""

@@ -21,10 +21,11 @@ from dsv41.backends.cuda.build import TARGET, why_not
 from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
 from dsv41.backends.cuda.index_choices import ChoicesOnHopper
 from dsv41.backends.cuda.layouts import check_readable, record_view
+from dsv41.backends.cuda.overlap import Overlapping
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
 from dsv41.backends.cuda.projections import ProjectsOnHopper
 from dsv41.backends.cuda.rows import gather_rows
-from dsv41.backends.cuda.tables import pack_gathered, pack_slots
+from dsv41.backends.cuda.tables import pack_gathered, pack_selection, pack_slots
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.weights import PortableWeights, padded_sink
 from dsv41.backends.vendor import call, expect_bfloat16, load
@@ -81,7 +82,7 @@ class SelectedRows:
     lengths: Tensor
 
 
-class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper):
+class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
     """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
 
     The library is imported when the first step is planned, or before by `library`.
@@ -94,6 +95,7 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.choice = self.read_choice()
+        self.max_tokens_for_overlap = self.choice.max_tokens_for_overlap
 
     def read_choice(self) -> Choice:
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
@@ -186,6 +188,12 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper):
         }
         full = frozenset(ratio for ratio, spec in kinds.items() if all_full(plan.batch, spec.window, ratio, spec.topk))
         return replace(plan, extra=FlashMLAPlan(window, lengths, visible, runs, schedules, full))
+
+    def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
+        rows, ratio = selection.topk_indices, layer.spec.ratio
+        table, visible = plan.batch.compressed_tables[ratio], plan.num_visible[ratio]
+        found = pack_selection(rows, visible, plan.token_request, table.pages, table.page_size, _DECODE_COLUMNS)
+        return Selection(rows, selection.candidates, SelectedRows(*found))
 
     def complete_selection(self, slots: Tensor) -> SelectedRows:
         return SelectedRows(slots, *pack_slots(slots, _DECODE_COLUMNS))

@@ -42,6 +42,13 @@ def test_the_environment_decides_where_it_says_something(kernel: str, monkeypatc
         assert {Choice.read("sm_90", None).kernel(8, tokens) for tokens in TOKENS} == {kernel}
 
 
+def test_chains_overlap_only_where_our_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Choice.read("sm_90", None).max_tokens_for_overlap == 0
+    for kernel, most in (("flashmla", 0), ("portable", 0), ("hopper", 256)):
+        monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", kernel)
+        assert Choice.read("sm_90", None).max_tokens_for_overlap == most
+
+
 def test_more_heads_than_ours_are_flashmlas_whatever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "hopper")
     assert Choice.read("sm_90", None).kernel(65, 1) == "flashmla"
