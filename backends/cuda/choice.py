@@ -12,8 +12,8 @@ FLASHMLA, HOPPER, PORTABLE = "flashmla", "hopper", "portable"
 KERNELS = (FLASHMLA, HOPPER, PORTABLE)
 MOST_OVERLAPPING = 256
 """Tokens of a captured step up to which independent chains run side by side; with more, each fills the GPU alone."""
-MOST_FEW, MOST_OURS = 16, 64
-"""Heads that our kernel for few takes, and those that our kernels for Hopper take."""
+MOST_OURS = 64
+"""Heads that our kernels for Hopper take."""
 
 PRODUCTS_BY_DEFAULT = INDEX_BY_DEFAULT = False
 """Whether our products for few tokens, and our index scores and choices, are taken where nobody asked for them: each to
@@ -22,14 +22,13 @@ be set once they were measured to be faster than the portable ones (docs/perform
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
 # docs/performance.md. "Few heads on one H200": 0.40 to 0.72 of the time of FlashMLA, which pads to 64 heads, at 1 to
-# 512 tokens. "Up to 64 heads on one H200": 0.53 to 0.87 of its time at 1 to 512 tokens; with more its kernel for
-# prefill is faster, where rows are worth gathering. "Attention of the portable backend on one H200": FlashMLA is faster
-# than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64. Head counts over
-# 64 and SM100 were not measured.
+# 512 tokens. "Up to 64 heads on one H200": 0.53 to 0.87 of its time at 1 to 512 tokens, 0.66 at 4096; its kernel for
+# prefill takes 0.94 of ours there, and gathers rows in bf16 first. "Attention of the portable backend on one H200":
+# FlashMLA is faster than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64.
+# Head counts over 64 and SM100 were not measured.
 _TABLES: dict[str, dict[int, dict[int, str]]] = {
     "sm_90": {
-        MOST_FEW: {_EVER: HOPPER},
-        MOST_OURS: {512: HOPPER, _EVER: FLASHMLA},
+        MOST_OURS: {_EVER: HOPPER},
         128: {_EVER: FLASHMLA},
     },
     "sm_100": {128: {_EVER: FLASHMLA}},

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv41.backends.cuda import hopper, index, products
 from dsv41.backends.cuda.build import TARGET, why_not
-from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
+from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, PORTABLE, Choice
 from dsv41.backends.cuda.index_choices import ChoicesOnHopper
 from dsv41.backends.cuda.layouts import check_readable, record_view
 from dsv41.backends.cuda.overlap import Overlapping
@@ -100,7 +100,7 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
     def read_choice(self) -> Choice:
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
         if self.device.type != "cuda" or self.arch != TARGET:
-            return Choice.read(self.arch, f"it is built for {TARGET}, this is {self.arch}")
+            return Choice.read(self.arch, f"it is built for {TARGET} GPUs, this is {self.arch} on {self.device.type}")
         choice = Choice.read(self.arch, why_not(hopper.BUILDS))
         others = (index.BUILDS if choice.index else ()) + (products.BUILDS if choice.products else ())
         return Choice.read(self.arch, why_not(others)) if others else choice
@@ -128,9 +128,9 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
             )
         if not self.choice.pads(num_heads):
             return num_heads
-        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == TARGET:
+        if num_heads < _HEADS[0] and self.choice.missing is not None and self.arch == TARGET:
             warnings.warn(
-                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at about twice the time: {self.choice.missing}",
+                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at up to twice the time: {self.choice.missing}",
                 stacklevel=2,
             )
         return next(heads for heads in _HEADS if heads >= num_heads)

@@ -27,11 +27,10 @@ def test_the_table_names_what_was_measured_to_be_faster(
     if value is not None:
         monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", value)
     for tokens in TOKENS:
-        ours = heads <= 16 or (heads <= 64 and tokens <= 512)
-        assert Choice.read("sm_90", None).kernel(heads, tokens) == ("hopper" if ours else "flashmla")
+        assert Choice.read("sm_90", None).kernel(heads, tokens) == ("hopper" if heads <= 64 else "flashmla")
         assert Choice.read("sm_90", MISSING).kernel(heads, tokens) == "flashmla"
         assert Choice.read("sm_100", MISSING).kernel(heads, tokens) == "flashmla"
-    assert Choice.read("sm_90", None).pads(heads) == (heads > 16)
+    assert Choice.read("sm_90", None).pads(heads) == (heads > 64)
     assert Choice.read("sm_100", MISSING).pads(heads)
 
 
