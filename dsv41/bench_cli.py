@@ -79,7 +79,7 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 
 def render_steps(console: Console, report: dict[str, Any]) -> None:
-    """A table of all sizes, and what one run of each launches, which a profiler saw."""
+    """A table of all sizes, and what one step of each launches, which a profiler saw."""
     title = (
         f"{report['backend']} on {escape(report['device'])}, kv {report['kv_cache_dtype']}, "
         f"index {report['index_cache_dtype']}"
@@ -106,8 +106,36 @@ def render_steps(console: Console, report: dict[str, Any]) -> None:
     console.print(
         f"Floor: {rates['bytes_per_second'] / 1e12:g} TB/s and {rates['flops_per_second'] / 1e12:g} TFLOP/s of bf16 "
         f"({rates['name']}); weights once, selected rows and scored index keys once a token.\n"
-        f"Time: of a CUDA graph, cold cache, median of 15 replays; what is planned once a step is not in it. "
-        f"Workspace: {report['workspace_bytes'] / 2**20:,.0f} MiB.",
+        f"Time: of one step of {report['steps']} in a CUDA graph, each over weights and caches of its own "
+        f"({report['step_bytes'] / 2**20:,.0f} MiB), cold cache, median of 15 replays; what is planned once a step is "
+        f"not in it. Workspace: {report['workspace_bytes'] / 2**20:,.0f} MiB.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def render_products(console: Console, report: dict[str, Any]) -> None:
+    """A row a product and size, and below the table what the columns count."""
+    table = Table(title=f"{report['backend']} on {escape(report['device'])}, single products", title_justify="left")
+    for column in ("product", "tokens", "us", f"{report['peer']} us", "floor us", "x floor", "x peer", "difference"):
+        table.add_column(column, justify="left" if column == "product" else "right")
+    for row in report["rows"]:
+        table.add_row(
+            row["what"],
+            str(row["tokens"]),
+            f"{row['microseconds']:.1f}",
+            f"{row['peer_seconds'] * 1e6:.1f}",
+            f"{row['floor_seconds'] * 1e6:.1f}",
+            f"{row['over_floor']:.2f}",
+            f"{row['over_peer']:.2f}",
+            _error(row["difference"]),
+        )
+    console.print(table)
+    console.print(
+        f"Floor: {report['rates']['bytes_per_second'] / 1e12:g} TB/s ({report['rates']['name']}); weights, activations "
+        "and results once.\n"
+        "Time: of one call in a CUDA graph of one for each of some layers, cold cache, median of 15 replays. "
+        "Difference: between the two results, relatively.",
         highlight=False,
         soft_wrap=True,
     )

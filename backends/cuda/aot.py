@@ -15,16 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import triton
+from torch import Tensor
 from triton import knobs
 
-from dsv41.backends.cuda import hopper, index, nvrtc
+from dsv41.backends.cuda import hopper, index, nvrtc, products
 from dsv41.backends.cuda.build import ARCH, TARGET, Build
 from dsv41.backends.cuda.choice import HOPPER, Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend
 from dsv41.backends.portable import aot, variants
 from dsv41.errors import BackendError
 
-BUILDS: tuple[Build, ...] = (*hopper.BUILDS, *index.BUILDS)
+BUILDS: tuple[Build, ...] = (*hopper.BUILDS, *index.BUILDS, *products.BUILDS)
 _PREFIX = "ours:"
 _MATRIX = re.compile(r"\b[HIQ]G?MMA\.")
 
@@ -47,6 +48,17 @@ class DryFlashMLA(FlashMLABackend):
 
     def attend_on_hopper(self, *arguments: Any) -> None:
         arguments[-1].rotated_back = False
+
+    def multiply_on_hopper(self, *arguments: Any) -> None:
+        """Its result is already there."""
+
+    def score_on_hopper(self, *arguments: Any) -> None:
+        """So are scores."""
+
+    def choose_on_hopper(
+        self, scores: Tensor, best: Tensor | None, visible: Tensor, candidates: Tensor | None, rows: int, blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        return visible.new_empty(len(scores), rows), visible.new_empty(len(scores), blocks)
 
 
 def _written(*, out: Any, **_: Any) -> None:
@@ -95,8 +107,10 @@ def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     choice = DryFlashMLA(target).choice
     ours = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
     builds: set[Build] = {build for heads in ours for build in hopper.builds_for(heads)}
-    if choice.untimed and any(spec.owns_selection for spec in meeting["specs"]):
+    if choice.index and any(spec.owns_selection for spec in meeting["specs"]):
         builds.update(index.BUILDS)
+    if choice.products:
+        builds.update(products.BUILDS)
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
     return {
         "variants": [aot.listed(variant) for variant in triton_builds] + _listed(sorted(builds, key=BUILDS.index)),

@@ -16,14 +16,16 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv41.backends.cuda import hopper, index
+from dsv41.backends.cuda import hopper, index, products
 from dsv41.backends.cuda.build import TARGET, why_not
-from dsv41.backends.cuda.choice import ENV_KERNEL, FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
+from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, PORTABLE, Choice
 from dsv41.backends.cuda.index_choices import ChoicesOnHopper
 from dsv41.backends.cuda.layouts import check_readable, record_view
+from dsv41.backends.cuda.overlap import Overlapping
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
+from dsv41.backends.cuda.projections import ProjectsOnHopper
 from dsv41.backends.cuda.rows import gather_rows
-from dsv41.backends.cuda.tables import pack_gathered, pack_slots
+from dsv41.backends.cuda.tables import pack_gathered, pack_selection, pack_slots
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.weights import PortableWeights, padded_sink
 from dsv41.backends.vendor import call, expect_bfloat16, load
@@ -80,9 +82,8 @@ class SelectedRows:
     lengths: Tensor
 
 
-class FlashMLABackend(ChoicesOnHopper):
-    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours, which score
-    index keys there too.
+class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
+    """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
 
     The library is imported when the first step is planned, or before by `library`.
     """
@@ -94,14 +95,15 @@ class FlashMLABackend(ChoicesOnHopper):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.choice = self.read_choice()
-        if self.chooses_on_hopper and (missing := why_not(index.BUILDS)):
-            raise BackendError(f"our index kernels cannot be compiled ({missing}): unset {ENV_KERNEL}")
+        self.max_tokens_for_overlap = self.choice.max_tokens_for_overlap
 
     def read_choice(self) -> Choice:
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
         if self.device.type != "cuda" or self.arch != TARGET:
-            return Choice.read(self.arch, f"it is built for {TARGET}, this is {self.arch}")
-        return Choice.read(self.arch, why_not(hopper.BUILDS))
+            return Choice.read(self.arch, f"it is built for {TARGET} GPUs, this is {self.arch} on {self.device.type}")
+        choice = Choice.read(self.arch, why_not(hopper.BUILDS))
+        others = (index.BUILDS if choice.index else ()) + (products.BUILDS if choice.products else ())
+        return Choice.read(self.arch, why_not(others)) if others else choice
 
     @cached_property
     def library(self) -> Any:
@@ -110,7 +112,11 @@ class FlashMLABackend(ChoicesOnHopper):
 
     @property
     def chooses_on_hopper(self) -> bool:
-        return self.device.type == "cuda" and self.choice.untimed
+        return self.choice.index
+
+    @property
+    def multiplies_on_hopper(self) -> bool:
+        return self.choice.products
 
     # The contracts
 
@@ -122,9 +128,9 @@ class FlashMLABackend(ChoicesOnHopper):
             )
         if not self.choice.pads(num_heads):
             return num_heads
-        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == TARGET:
+        if num_heads < _HEADS[0] and self.choice.missing is not None and self.arch == TARGET:
             warnings.warn(
-                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at about twice the time: {self.choice.missing}",
+                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at up to twice the time: {self.choice.missing}",
                 stacklevel=2,
             )
         return next(heads for heads in _HEADS if heads >= num_heads)
@@ -182,6 +188,12 @@ class FlashMLABackend(ChoicesOnHopper):
         }
         full = frozenset(ratio for ratio, spec in kinds.items() if all_full(plan.batch, spec.window, ratio, spec.topk))
         return replace(plan, extra=FlashMLAPlan(window, lengths, visible, runs, schedules, full))
+
+    def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
+        rows, ratio = selection.topk_indices, layer.spec.ratio
+        table, visible = plan.batch.compressed_tables[ratio], plan.num_visible[ratio]
+        found = pack_selection(rows, visible, plan.token_request, table.pages, table.page_size, _DECODE_COLUMNS)
+        return Selection(rows, selection.candidates, SelectedRows(*found))
 
     def complete_selection(self, slots: Tensor) -> SelectedRows:
         return SelectedRows(slots, *pack_slots(slots, _DECODE_COLUMNS))

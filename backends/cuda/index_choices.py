@@ -51,7 +51,7 @@ class ChoicesOnHopper(PortableBackend):
         self.score_on_hopper(queries, layer, plan, part, candidates, scores, best)
         blocks = spec.candidate_blocks if spec.publishes_candidates else 0
         restriction = candidates[part] if candidates is not None else None
-        rows, chosen = index.index_choice(scores, best, visible, restriction, spec.topk, blocks)
+        rows, chosen = self.choose_on_hopper(scores, best, visible, restriction, spec.topk, blocks)
         return rows, chosen if blocks else None
 
     def _score(
@@ -93,6 +93,18 @@ class ChoicesOnHopper(PortableBackend):
             scores,
             best,
         )
+
+    def choose_on_hopper(
+        self,
+        scores: Tensor,
+        best: Tensor | None,
+        visible: Tensor,
+        candidates: Tensor | None,
+        num_rows: int,
+        num_blocks: int,
+    ) -> tuple[Tensor, Tensor]:
+        chosen: tuple[Tensor, Tensor] = index.index_choice(scores, best, visible, candidates, num_rows, num_blocks)
+        return chosen
 
     def _serves(self, spec: LayerSpec, layout: CacheLayout, dtype: torch.dtype) -> bool:
         return self.chooses_on_hopper and index.serves(spec, layout, dtype)
