@@ -616,7 +616,8 @@ static u8* stack_of(size_t which) {
     return stacks[which];
 }
 
-static void set_up(const u32* grid, u32 threads, u32 ranks, u32 shared_bytes, const u64* parameters, u32 first) {
+static void set_up(const u32* grid, const u32* block, u32 ranks, u32 shared_bytes, const u64* parameters, u32 first) {
+    const u32 threads = block[0] * block[1] * block[2];
     ctas = std::vector<Cta>(ranks);
     fibers = std::vector<Fiber>(ranks * threads);
     barriers.clear(), pending.clear(), cluster_waiting.clear();
@@ -629,7 +630,7 @@ static void set_up(const u32* grid, u32 threads, u32 ranks, u32 shared_bytes, co
             u32 index = first + rank;
             f.cta = &cta, f.tid = i, f.lane = i % 32, f.warp = i / 32, f.ntid = threads, f.cluster_rank = rank, f.cluster_size = ranks;
             f.ctaid[0] = index % grid[0], f.ctaid[1] = index / grid[0] % grid[1], f.ctaid[2] = index / grid[0] / grid[1];
-            memcpy(f.nctaid, grid, sizeof f.nctaid);
+            memcpy(f.nctaid, grid, sizeof f.nctaid), memcpy(f.block, block, sizeof f.block);
             f.shared_first = rank << 24 | SHARED_START, f.shared_bytes = shared_bytes, f.shared = cta.memory.data();
             f.parameters = parameters;
             getcontext(&f.context);
@@ -642,14 +643,14 @@ static void set_up(const u32* grid, u32 threads, u32 ranks, u32 shared_bytes, co
 }
 
 // What went wrong, or an empty text. `grid` counts CTAs, `ranks` of which are a cluster.
-extern "C" const char* run(const char* name, const u32* grid, u32 threads, u32 ranks, u32 shared_bytes, const u64* parameters, const u64* ranges,
-                           u32 num_ranges, u32 seed) {
+extern "C" const char* run(const char* name, const u32* grid, const u32* block, u32 ranks, u32 shared_bytes, const u64* parameters,
+                           const u64* ranges, u32 num_ranges, u32 seed) {
     message[0] = 0, kernel_name = name;
     random_order.seed(seed);
     allowed.clear();
     for (u32 i = 0; i < num_ranges; i++) allowed.push_back({ranges[2 * i], ranges[2 * i + 1]});
     for (u32 first = 0; first < grid[0] * grid[1] * grid[2] && !message[0]; first += ranks) {
-        set_up(grid, threads, ranks, shared_bytes, parameters, first);
+        set_up(grid, block, ranks, shared_bytes, parameters, first);
         run_cluster();
     }
     return message;

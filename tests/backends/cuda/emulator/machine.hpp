@@ -24,7 +24,7 @@ struct Cta;
 
 struct Thread {
     Cta* cta;
-    u32 tid, lane, warp, ctaid[3], nctaid[3], ntid, cluster_rank, cluster_size;
+    u32 tid, lane, warp, ctaid[3], nctaid[3], block[3], ntid, cluster_rank, cluster_size;
     u32 shared_first, shared_bytes;  // the first address of this CTA's shared memory, and its size
     u8* shared;                      // what lies there
     const u64* parameters;
