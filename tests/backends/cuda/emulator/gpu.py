@@ -96,7 +96,7 @@ def _kept(name: str, arch: str, defines: tuple[tuple[str, int], ...]) -> bytes:
 
 @cache
 def _library(text: str) -> ctypes.CDLL:
-    """The translated kernel with the machine, which is compiled once for each text and kept with the temporary files."""
+    """The translated kernel with the machine, compiled once for each text and kept with the temporary files."""
     source = translate(text)
     machine = [_HERE / "machine.hpp", _HERE / "machine.cpp"]
     key = hashlib.sha256("".join([source, *(path.read_text() for path in machine)]).encode()).hexdigest()[:24]

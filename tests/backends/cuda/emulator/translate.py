@@ -7,7 +7,8 @@ What a statement calls is in `machine.hpp`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 
 _WIDTHS = {"pred": "bool", "b8": "u8", "b16": "u16", "f16": "u16", "b32": "u32", "f32": "u32", "b64": "u64"}
 _COMMENT = re.compile(r"//.*$", re.MULTILINE)
@@ -67,15 +68,15 @@ def translate(ptx: str) -> str:
                 continue
             if statement.startswith("."):
                 continue  # .pragma, .loc
-            known = {key: value for scope in names for key, value in scope.items()}
-            out.append(translator.statement(statement, known, scopes[-1], line))
+            out.append(translator.statement(statement, ChainMap(*reversed(names)), scopes[-1], line))
         else:
             depth += (piece == "{") - (piece == "}")
             held += piece
-    used = "\n".join(out)
-    live = [v for v in variables if re.search(rf"\b{v.split()[1]}\b", used)]
-    declarations = "\n".join(f"    {v} = ({v.split()[0]})UNSET;" for v in live)
-    return f'#include "machine.hpp"\n\nvoid kernel(Thread& t) {{\n{declarations}\n{used}\n}}\n'
+    used = set(re.findall(r"\w+", " ".join(out)))
+    live = [variable for variable in variables if variable.split()[1] in used]
+    declarations = "\n".join(f"    {variable} = ({variable.split()[0]})UNSET;" for variable in live)
+    body = "\n".join(out)
+    return f'#include "machine.hpp"\n\nvoid kernel(Thread& t) {{\n{declarations}\n{body}\n}}\n'
 
 
 def _declared(names: str) -> list[tuple[str, int | None]]:
@@ -98,7 +99,7 @@ class _Translator:
     def __init__(self, parameters: list[str], symbols: list[str]) -> None:
         self.parameters, self.symbols = parameters, symbols
 
-    def statement(self, text: str, names: dict[str, str], scope: int, line: int) -> str:
+    def statement(self, text: str, names: Mapping[str, str], scope: int, line: int) -> str:
         if guard := _GUARD.fullmatch(text):
             condition = self.value(guard[2], names)
             return f"    if ({guard[1]}{condition}) {{ {self.statement(guard[3], names, scope, line).strip()} }}"
@@ -111,7 +112,7 @@ class _Translator:
                 return f"    {rule(call, *match.groups())}"
         raise NotEmulated(f"{text!r} at line {line}: expected an instruction that a rule of translate.py knows")
 
-    def value(self, operand: str, names: dict[str, str]) -> str:
+    def value(self, operand: str, names: Mapping[str, str]) -> str:
         if operand in names:
             return names[operand]
         if operand.startswith("%") and (special := _special(operand[1:])):
@@ -153,7 +154,7 @@ class Instruction:
     """One instruction, and its operands as C++."""
 
     def __init__(
-        self, translator: _Translator, name: str, operands: list[str], names: dict[str, str], scope: int, line: int
+        self, translator: _Translator, name: str, operands: list[str], names: Mapping[str, str], scope: int, line: int
     ) -> None:
         self._translator, self._names, self._scope = translator, names, scope
         self.name, self.operands, self.line = name, operands, line
@@ -281,7 +282,9 @@ def _atomic(i: Instruction, place: str, operation: str, kind: str, gives: bool) 
         "max": f"old > {given} ? old : {given}", "min": f"old < {given} ? old : {given}",
     }[operation]  # fmt: skip
     width = int(kind[1:]) // 8
-    call = f"exchange<{number}>({place}(t, {i.address(at)}, {width}, {i.line}), [&]({number} old) {{ return {change}; }})"
+    call = (
+        f"exchange<{number}>({place}(t, {i.address(at)}, {width}, {i.line}), [&]({number} old) {{ return {change}; }})"
+    )
     return i.put(f"({_unsigned(kind)}){call}") if gives else f"(void){call};"
 
 
@@ -401,7 +404,7 @@ RULES: list[tuple[str, Callable[..., str]]] = [
     (r"cvt\.rn\.bf16\.f32", lambda i: i.put(f"bf16_bits(fp32({i[1]}))")),
     (r"cvt\.rn\.f16x2\.e4m3x2", lambda i: _float(i, "f16x2_of_e4m3x2")),
     (r"ld\.param\.(\w+)", lambda i, k: i.put(f"({_unsigned(k)}){i.parameter(1)}")),
-    (r"ld(?:\.volatile|\.relaxed\.\w+)?(?:\.(global|shared|shared::cta|shared::cluster))?(?:\.nc)?(?:\.L\w+|\.L2::\w+)*"
+    (r"ld(?:\.volatile|\.relaxed\.\w+)?(?:\.(global|shared|shared::cta|shared::cluster))?(?:\.nc)?(?:\.L[12]::\w+)*"
      r"(?:\.v([24]))?\.([busf]\d+)", lambda i, s, n, k: _load(i, _place(s), n, k)),
     (r"st(?:\.volatile)?(?:\.(global|shared|shared::cta|shared::cluster))?(?:\.v([24]))?\.([busf]\d+)",
      lambda i, s, n, k: _store(i, _place(s), n, k)),
