@@ -105,7 +105,8 @@ def test_threads_meet_where_they_must() -> None:
 
 
 def test_a_copy_that_nobody_waited_for_is_seen() -> None:
-    copy = 'asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"((int)__cvta_generic_to_shared(s + i)), "l"(x + i));'
+    place = '"r"((int)__cvta_generic_to_shared(s + i)), "l"(x + i)'
+    copy = f'asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: {place});'
     wait = 'asm volatile("cp.async.wait_all;" ::: "memory");'
     good = [launched(f"{copy} {wait} x[i] = s[i] + 1;", numbers(), seed=seed) for seed in range(5)]
     bad = [launched(f"{copy} x[i] = s[i] + 1;", numbers(), seed=seed) for seed in range(5)]

@@ -312,11 +312,11 @@ def _references(registers: list[str]) -> str:
 
 def _mma(i: Instruction, kind: str) -> str:
     half = {"bf16": "BF16", "f16": "F16"}[kind]
-    sums, before = i.registers(0), i.registers(3)
-    begin = " ".join(f"u32 s{n} = {value};" for n, value in enumerate(before))
+    begin = " ".join(f"u32 s{n} = {value};" for n, value in enumerate(i.registers(3)))
     a, b = (f"const u32 {name}[] = {{{', '.join(i.registers(n))}}};" for name, n in (("a", 1), ("b", 2)))
-    end = " ".join(f"{to} = s{n};" for n, to in enumerate(sums))
-    return f"{{ {begin} {a} {b} u32* const sums[] = {{&s0, &s1, &s2, &s3}}; multiply(t, {half}, sums, a, b, {i.line}); {end} }}"
+    call = f"u32* const sums[] = {{&s0, &s1, &s2, &s3}}; multiply(t, {half}, sums, a, b, {i.line});"
+    end = " ".join(f"{to} = s{n};" for n, to in enumerate(i.registers(0)))
+    return f"{{ {begin} {a} {b} {call} {end} }}"
 
 
 def _wgmma(i: Instruction, columns: str, kind: str) -> str:
@@ -338,7 +338,8 @@ def _bulk(i: Instruction) -> str:
 
 def _give(i: Instruction) -> str:
     words = i.registers(1)
-    return f"{{ const u32 w[] = {{{', '.join(words)}}}; store_async(t, {i.address(0)}, w, {len(words)}, {i.address(2)}, {i.line}); }}"
+    call = f"store_async(t, {i.address(0)}, words, {len(words)}, {i.address(2)}, {i.line});"
+    return f"{{ const u32 words[] = {{{', '.join(words)}}}; {call} }}"
 
 
 def _matrices(i: Instruction, count: str, turned: bool) -> str:
