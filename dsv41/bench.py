@@ -87,8 +87,8 @@ class Case:
     `error` is against the reference, `peer_error` between the two sides, both relative to the norm. The peer's
     `seconds` do not hold what it plans once a step and every layer uses; `planned` is with that. In prefill and over a
     chunk, `peer_gathered` is the peer's path over rows that it gathers first, all of it in `seconds`, and the attention
-    alone in `kernel_seconds`. `extra_bytes` are those that one call holds at most beyond its inputs and its output; None
-    on a device that is no GPU.
+    alone in `kernel_seconds`. `extra_bytes` are those that one call holds at most beyond its inputs and its output, the
+    scratch that a backend keeps for it included; None on a device that is no GPU.
     """
 
     phase: str

@@ -110,8 +110,8 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"({rates['name']}, {origin}); records, indices, queries and outputs are moved once.",
         "Time: of one call in a CUDA graph of several on fresh rows, cold cache, median of 15 replays, all launches of "
         f"a call included{', and the rotations' if report['fused'] else ''}. Error: against the reference.",
-        "Rows: in decode and prefill at random places, read once; in a chunk those of one request's consecutive tokens, "
-        "which share them, so that the floor counts each once. Extra MB: what one call holds beyond inputs and output.",
+        "Rows: in decode and prefill at random places; in a chunk those of one request's consecutive tokens, which "
+        "share them, so that its floor counts each once. Extra MB: what one call holds beyond its inputs and output.",
     ]
     if report["peer"]:
         found.append(

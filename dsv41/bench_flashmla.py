@@ -80,8 +80,8 @@ class FlashMLA:
         """Its prefill kernel, over the rows of all pages in which a row of any token lies, in one bf16 tensor.
 
         Each call allocates that tensor and gathers into it, by the kernel with which the backend does; or it was made
-        `before`, and the call is the prefill kernel alone. Made before in any case are the queries and the sink, padded,
-        and the tables: the pages, and where each token's rows lie among the gathered.
+        `before`, and the call is the prefill kernel alone. Made before in any case, so never timed: the padded queries
+        and sink, and the tables, which are the pages and where each token's rows lie among the gathered.
         """
         spec, caches = work.layer.spec, work.caches
         assert caches.compressed is not None

@@ -58,7 +58,7 @@ def chunk_rows(
 
 
 def _request_slots(cache: PagedCache, requests: int, rows: int, generator: torch.Generator) -> Tensor:
-    """int64 `[N, rows]`: where the consecutive rows of at most so many requests lie, on random pages that none share."""
+    """int64 `[N, rows]`: slots of the consecutive rows of at most so many requests, on random pages that none share."""
     size = cache.layout.page_size
     needed = -(-rows // size)
     number = min(requests, cache.num_pages // needed)
