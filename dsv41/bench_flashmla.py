@@ -114,7 +114,8 @@ class FlashMLA:
 
         def run() -> Tensor:
             kv = gather() if kept is None else kept
-            out: Tensor = self.library.flash_mla_sparse_fwd(q, kv, indices, spec.scale, attn_sink=sink)[0]
+            found = self.library.flash_mla_sparse_fwd(q=q, kv=kv, indices=indices, sm_scale=spec.scale, attn_sink=sink)
+            out: Tensor = found[0]
             return out[:, : spec.num_heads]
 
         return run

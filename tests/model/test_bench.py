@@ -25,6 +25,9 @@ from dsv41.errors import BackendError, InputError
 from dsv41.hal.select import select_backend
 from dsv41.hal.types import AttnOutput, LayerSpec
 from dsv41.roofline import DeviceRates, attention_work
+from dsv41.timing import peak_bytes
+
+from ..backends.cuda import flash_mla_double
 
 PAGES = (4, 16)
 SMALL = BenchOptions(backend="reference", device="cpu", heads=(2, 3), tokens=(1, 3), prefill=(4,))
@@ -254,7 +257,7 @@ class FakeFlashMLA:
 
     def __init__(self) -> None:
         self.decoded: list[dict[str, Any]] = []
-        self.prefilled: list[tuple[Any, ...]] = []
+        self.prefilled: list[dict[str, Any]] = []
 
     def get_mla_metadata(self) -> tuple[object, None]:
         return object(), None
@@ -263,9 +266,9 @@ class FakeFlashMLA:
         self.decoded.append(arguments)
         return arguments["q"] + 1, None
 
-    def flash_mla_sparse_fwd(self, *arguments: Any, attn_sink: Tensor) -> tuple[Tensor, None, None]:
+    def flash_mla_sparse_fwd(self, **arguments: Any) -> tuple[Tensor, None, None]:
         self.prefilled.append(arguments)
-        return arguments[0] + 2, None, None
+        return arguments["q"] + 2, None, None
 
 
 @pytest.fixture
@@ -313,12 +316,13 @@ def test_its_prefill_kernel_gets_gathered_rows(flashmla: tuple[FlashMLA, FakeFla
     changed.write(rows.window[0, :1], torch.full((1, 512), 3.0))
     assert torch.equal(run(), work.q + 2)
     run()
-    (_, kv, indices, scale), (_, again, *_) = library.prefilled
-    assert (kv is again) == before
+    given, again = library.prefilled
+    kv, indices = given["kv"], given["indices"]
+    assert (kv is again["kv"]) == before
     assert kv.shape == ((2 + 5) * size, 1, 512)
     assert kv.dtype == torch.bfloat16
     assert (indices.shape, indices.dtype) == ((3, 1, 128 + 70), torch.int32)
-    assert scale == 512**-0.5
+    assert given["sm_scale"] == 512**-0.5
     assert work.caches.compressed is not None
     parts = ((changed, rows.window), (work.caches.compressed, rows.compressed))
     read = torch.cat([cache.read(slots.flatten()).view(3, -1, 512) for cache, slots in parts], dim=1)
@@ -326,6 +330,17 @@ def test_its_prefill_kernel_gets_gathered_rows(flashmla: tuple[FlashMLA, FakeFla
     # What was written after the call was made shows only where the call gathers.
     assert differ.any() == before
     assert not differ[(read != 3).any(-1)].any()
+
+
+def test_both_of_its_paths_give_what_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    library = flash_mla_double.FlashMLA()
+    monkeypatch.setattr("dsv41.bench_flashmla.import_module", lambda name: library)
+    peer = FlashMLA(select_backend("reference", device="cpu", kv_cache_dtype="fp8_ds_mla_v4"))
+    found = bench_attention(replace(SMALL, heads=(8,), prefill=(5,)), timer=timer, peer=peer, pages=PAGES)
+    assert found.failures == []
+    assert [case.peer_gathered_error is not None for case in found.cases] == [False, False, True, True]
+    assert max(case.peer_gathered_error or 0 for case in found.cases) < 1e-2
 
 
 def test_flashmla_refuses_records_that_it_cannot_read() -> None:
@@ -431,3 +446,22 @@ def test_the_command_prints_what_was_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert given[0].record == "fp8_ds_mla_v4"
     assert len(json.loads(result.stdout)["cases"]) == 8
     assert "reference on" in command().stdout
+
+
+def test_memory_of_a_cpu_is_not_counted() -> None:
+    assert peak_bytes(lambda: pytest.fail("called"), torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="counts a GPU's memory")
+def test_memory_that_a_call_holds_is_counted_at_its_peak() -> None:
+    """Its scratch and its result, but nothing that its first call keeps."""
+    device, size = torch.device("cuda"), 64 << 20
+    kept: list[Tensor] = []
+
+    def call() -> Tensor:
+        if not kept:
+            kept.append(torch.empty(3 * size, dtype=torch.uint8, device=device))
+        scratch = torch.empty(2 * size, dtype=torch.uint8, device=device)
+        return scratch[:size].clone()
+
+    assert peak_bytes(call, device) == pytest.approx(3 * size, abs=2 << 20)
