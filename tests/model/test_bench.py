@@ -337,10 +337,12 @@ def test_both_of_its_paths_give_what_the_reference_does(monkeypatch: pytest.Monk
     library = flash_mla_double.FlashMLA()
     monkeypatch.setattr("dsv41.bench_flashmla.import_module", lambda name: library)
     peer = FlashMLA(select_backend("reference", device="cpu", kv_cache_dtype="fp8_ds_mla_v4"))
-    found = bench_attention(replace(SMALL, heads=(8,), prefill=(5,)), timer=timer, peer=peer, pages=PAGES)
+    options = replace(SMALL, heads=(8,), tokens=(), prefill=(2,))
+    # Gathering takes long without a GPU, so what is timed is not called again.
+    found = bench_attention(options, timer=lambda calls: 1.0, peer=peer, pages=(3, 8))
     assert found.failures == []
-    assert [case.peer_gathered_error is not None for case in found.cases] == [False, False, True, True]
-    assert max(case.peer_gathered_error or 0 for case in found.cases) < 1e-2
+    assert [case.phase for case in found.cases] == ["prefill", "chunk"]
+    assert all(case.peer_gathered_error is not None and case.peer_gathered_error < 1e-2 for case in found.cases)
 
 
 def test_flashmla_refuses_records_that_it_cannot_read() -> None:
