@@ -130,6 +130,36 @@ def test_faults_are_named(body: str, words: str) -> None:
         launched(body, numbers())
 
 
+def converted(name: str, bits: Tensor, operand: str = '"r"(x[k])') -> Tensor:
+    """The low half of what an instruction makes of every number of `bits`."""
+    loop = f"for (int k = i; k < {len(bits)}; k += 64) {{ asm({name} {operand}); }}"
+    return (launched(loop, bits.clone()) & 0xFFFF).short()
+
+
+def test_numbers_are_rounded_as_the_instructions_do() -> None:
+    """Over random bits, infinities and NaN among them, and numbers halfway between two; torch rounds so too."""
+    random = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (20000,), generator=random, dtype=torch.int64).int()
+    bits[:10000] &= -(1 << 12)  # halfway for f16, or nothing to round
+    bits[5000:10000] &= -(1 << 15)  # and for bf16
+    bits[10000:15000] = (bits[10000:15000] & -(1 << 31)) | torch.randint(
+        90 << 23, 145 << 23, (5000,), dtype=torch.int32
+    )
+    values = bits.view(torch.float32)
+    for kind, dtype in (("bf16x2", torch.bfloat16), ("f16x2", torch.float16)):
+        found = converted(f'"cvt.rn.{kind}.f32 %0, 0f00000000, %1;" : "=r"(x[k]) :', bits, '"f"(__int_as_float(x[k]))')
+        expected = values.to(dtype)
+        live = ~expected.isnan()
+        assert torch.equal(found[live], expected.view(torch.int16)[live])
+        assert found.view(dtype)[~live].isnan().all()
+    codes = torch.arange(256, dtype=torch.int32)
+    halves = converted('"{ .reg .b16 c; cvt.u16.u32 c, %1; cvt.rn.f16x2.e4m3x2 %0, c; }" : "=r"(x[k]) :', codes)
+    expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).half()
+    live = ~expected.isnan()
+    assert torch.equal(halves[live], expected.view(torch.int16)[live])
+    assert halves.view(torch.float16)[~live].isnan().all()
+
+
 def test_an_instruction_that_is_not_known_is_named() -> None:
     text = of_source('extern "C" __global__ void made(float* x) { *x = __sinf(*x); }', ARCH, {})
     with pytest.raises(NotEmulated, match=r"sin\.approx"):
