@@ -304,7 +304,7 @@ def bench() -> None:
     default="512,4096",
     show_default=True,
     callback=_numbers("token counts such as 512,4096"),
-    help="Prefill tokens.",
+    help="Prefill tokens, over random rows and over those of one request's chunk.",
 )
 @click.option("--fused", is_flag=True, help="With the rotations that the backend does in the same launch.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the table, as .png or .svg.")
@@ -312,7 +312,7 @@ def bench() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_plain_errors
 def bench_attention_command(plot: Path | None, as_json: bool, **options: Any) -> None:
-    """Time attention over random rows; exit 1 where a result is wrong."""
+    """Time attention over random rows and a request's chunks; exit 1 where a result is wrong."""
     from dsv41 import bench_cli
     from dsv41.bench import BenchOptions, bench_attention
 
@@ -336,6 +336,12 @@ def _step_options(*, contexts: str, tokens: str) -> Callable[[Callable[..., None
         for option in (
             click.option("--json", "as_json", is_flag=True, help="Print JSON."),
             click.option("--seed", default=0, show_default=True),
+            click.option(
+                "--steps",
+                default=8,
+                show_default=True,
+                help="Steps in a row in one graph, each with weights and caches of its own, at most 8 GiB of them.",
+            ),
             click.option(
                 "--context",
                 default=contexts,
@@ -379,6 +385,27 @@ def bench_index_command(as_json: bool, **options: Any) -> None:
     from dsv41.bench_steps import bench_choices
 
     _bench_steps(bench_choices, as_json, options)
+
+
+@bench.command("products")
+@click.option("--backend", metavar="B", help="A backend by name. [default: the best for this machine]")
+@click.option("--vs", default="portable", show_default=True, metavar="B", help="The backend to compare with.")
+@click.option("--device", metavar="D", help="cuda, cuda:1, ... [default: the first GPU]")
+@click.option("--tokens", default="1,16,64", show_default=True, callback=_numbers("token counts such as 1,16"))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plain_errors
+def bench_products_command(as_json: bool, **options: Any) -> None:
+    """Time the products with a layer's large matrices one by one, on two backends."""
+    from dsv41 import bench_cli
+    from dsv41.bench_products import ProductOptions, bench_products
+
+    with _progress() as progress:
+        report = bench_products(ProductOptions(**options), progress).to_dict()
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        bench_cli.render_products(_console(), report)
 
 
 def _bench_steps(bench_them: Callable[..., StepReport], as_json: bool, options: dict[str, Any]) -> None:

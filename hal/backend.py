@@ -52,7 +52,8 @@ class AttentionBackend(ABC):
     """It can clamp the window at a replay start, as a prefix hit needs."""
     trusts_cache_bytes: ClassVar[bool] = False
     """It reads caches without scrubbing, so only pages that the canonical writer filled may be given to it."""
-    max_tokens_for_overlap: ClassVar[int] = 0
+    max_tokens_for_overlap: int = 0
+    """A captured step of at most so many tokens runs what does not depend on one another side by side."""
 
     def __init__(
         self,

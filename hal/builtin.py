@@ -53,10 +53,10 @@ _FLASHMLA_HEADS = heads(64, 128)
 
 
 def _few_heads_remark(device: Device, platform: Platform, request: Request) -> str | None:
-    """On Hopper, few heads are padded only where the kernel that takes them as they are cannot be compiled."""
+    """On Hopper, heads are padded only where the kernels that take them as they are cannot be compiled."""
     assert _FLASHMLA_HEADS.remark is not None
     padding = _FLASHMLA_HEADS.remark(device, platform, request)
-    if padding is None or device.arch != "sm_90" or request.num_heads > 16:
+    if padding is None or device.arch != "sm_90" or request.num_heads > 64:
         return padding
     return f"has a kernel for {request.num_heads} heads with cuda-core and NVRTC installed; without them, {padding}"
 

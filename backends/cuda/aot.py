@@ -1,7 +1,7 @@
 """Our CUDA C++ kernels compiled ahead of time, without a GPU, and what a configuration can meet on FlashMLA's backend.
 
 `python -m dsv41.backends.cuda.aot` is a worker that answers as `backends/portable/aot.py` does. Its payloads are of two
-forms: those of that module for Triton's kernels, and "hopper:0" for the first of `hopper.BUILDS`.
+forms: those of that module for Triton's kernels, and "ours:0" for the first of our CUDA C++ kernels.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import triton
+from torch import Tensor
 from triton import knobs
 
-from dsv41.backends.cuda import hopper, nvrtc
+from dsv41.backends.cuda import hopper, index, nvrtc, products
+from dsv41.backends.cuda.build import ARCH, TARGET, Build
 from dsv41.backends.cuda.choice import HOPPER, Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend
 from dsv41.backends.portable import aot, variants
 from dsv41.errors import BackendError
 
-TARGET = "sm_90"
-"""The only one that our kernels are built for."""
-_PREFIX = "hopper:"
+BUILDS: tuple[Build, ...] = (*hopper.BUILDS, *index.BUILDS, *products.BUILDS)
+_PREFIX = "ours:"
 _MATRIX = re.compile(r"\b[HIQ]G?MMA\.")
 
 
@@ -48,14 +49,25 @@ class DryFlashMLA(FlashMLABackend):
     def attend_on_hopper(self, *arguments: Any) -> None:
         arguments[-1].rotated_back = False
 
+    def multiply_on_hopper(self, *arguments: Any) -> None:
+        """Its result is already there."""
+
+    def score_on_hopper(self, *arguments: Any) -> None:
+        """So are scores."""
+
+    def choose_on_hopper(
+        self, scores: Tensor, best: Tensor | None, visible: Tensor, candidates: Tensor | None, rows: int, blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        return visible.new_empty(len(scores), rows), visible.new_empty(len(scores), blocks)
+
 
 def _written(*, out: Any, **_: Any) -> None:
     """A call that writes its result into `out`."""
 
 
-def compile_ours(build: hopper.Build) -> tuple[aot.Figures, bool]:
+def compile_ours(build: Build) -> tuple[aot.Figures, bool]:
     """Compile, or find in the cache, and read the figures; whether it was there. Raises as `nvrtc.cubin` does."""
-    kept = nvrtc.kept_at(build.kernel, hopper.ARCH, build.defines)
+    kept = nvrtc.kept_at(build.kernel, ARCH, build.defines)
     cached = kept.is_file()
     code = build.cubin()
     registers, spilt = aot.cuda_usage(code)
@@ -71,11 +83,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         payload = request["compile"]
         if not payload.startswith(_PREFIX):
             return aot.answer(request)
-        figures, cached = compile_ours(hopper.BUILDS[int(payload.removeprefix(_PREFIX))])
+        figures, cached = compile_ours(BUILDS[int(payload.removeprefix(_PREFIX))])
         return {"figures": asdict(figures), "cached": cached}
     if "list" in request:
         why = nvrtc.missing() if TARGET in request["list"] else None
-        builds = hopper.BUILDS if TARGET in request["list"] and why is None else ()
+        builds = BUILDS if TARGET in request["list"] and why is None else ()
         return {
             "variants": _listed(builds),
             "skipped": {} if why is None else {f"our kernels on {TARGET}": " ".join(why.split())},
@@ -94,23 +106,27 @@ def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     target = meeting["target"]
     choice = DryFlashMLA(target).choice
     ours = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
+    builds: set[Build] = {build for heads in ours for build in hopper.builds_for(heads)}
+    if choice.index and any(spec.owns_selection for spec in meeting["specs"]):
+        builds.update(index.BUILDS)
+    if choice.products:
+        builds.update(products.BUILDS)
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
     return {
-        "variants": [aot.listed(variant) for variant in triton_builds]
-        + _listed(sorted({build for heads in ours for build in hopper.builds_for(heads)}, key=hopper.BUILDS.index)),
+        "variants": [aot.listed(variant) for variant in triton_builds] + _listed(sorted(builds, key=BUILDS.index)),
         "skipped": {},
         "triton": triton.__version__,
         "cache": f"{knobs.cache.dir}, {nvrtc.cache_folder()}",
     }
 
 
-def _listed(builds: Iterable[hopper.Build]) -> list[dict[str, str]]:
+def _listed(builds: Iterable[Build]) -> list[dict[str, str]]:
     return [
         {
             "name": build.name,
             "target": TARGET,
-            "kind": "attention",
-            "payload": f"{_PREFIX}{hopper.BUILDS.index(build)}",
+            "kind": build.kind,
+            "payload": f"{_PREFIX}{BUILDS.index(build)}",
         }
         for build in builds
     ]

@@ -10,20 +10,25 @@ from dsv41.errors import BackendError
 ENV_KERNEL = "DSV41_FLASHMLA_KERNEL"
 FLASHMLA, HOPPER, PORTABLE = "flashmla", "hopper", "portable"
 KERNELS = (FLASHMLA, HOPPER, PORTABLE)
-MOST_FEW, MOST_OURS = 16, 64
-"""Heads that our kernel for few takes, and those that our kernels for Hopper take."""
+MOST_OVERLAPPING = 256
+"""Tokens of a captured step up to which independent chains run side by side; with more, each fills the GPU alone."""
+MOST_OURS = 64
+"""Heads that our kernels for Hopper take."""
+
+PRODUCTS_BY_DEFAULT = INDEX_BY_DEFAULT = False
+"""Whether our products for few tokens, and our index scores and choices, are taken where nobody asked for them: each to
+be set once they were measured to be faster than the portable ones (docs/performance.md)."""
 
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
 # docs/performance.md. "Few heads on one H200": 0.40 to 0.72 of the time of FlashMLA, which pads to 64 heads, at 1 to
-# 512 tokens. "Up to 64 heads on one H200": 0.53 to 0.87 of its time at 1 to 512 tokens; with more its kernel for
-# prefill is faster, where rows are worth gathering. "Attention of the portable backend on one H200": FlashMLA is faster
-# than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64. Head counts over
-# 64 and SM100 were not measured.
+# 512 tokens. "Up to 64 heads on one H200": 0.53 to 0.87 of its time at 1 to 512 tokens, 0.66 at 4096; its kernel for
+# prefill takes 0.94 of ours there, and gathers rows in bf16 first. "Attention of the portable backend on one H200":
+# FlashMLA is faster than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64.
+# Head counts over 64 and SM100 were not measured.
 _TABLES: dict[str, dict[int, dict[int, str]]] = {
     "sm_90": {
-        MOST_FEW: {_EVER: HOPPER},
-        MOST_OURS: {512: HOPPER, _EVER: FLASHMLA},
+        MOST_OURS: {_EVER: HOPPER},
         128: {_EVER: FLASHMLA},
     },
     "sm_100": {128: {_EVER: FLASHMLA}},
@@ -66,6 +71,22 @@ class Choice:
         by_tokens = next(row for most, row in table.items() if num_heads <= most)
         best = next(kernel for most, kernel in by_tokens.items() if num_tokens <= most)
         return best if best != HOPPER or self.missing is None else FLASHMLA
+
+    @property
+    def products(self) -> bool:
+        """Whether products of few tokens with fp8 weights are ours."""
+        return self.missing is None and (PRODUCTS_BY_DEFAULT or self.named == HOPPER)
+
+    @property
+    def index(self) -> bool:
+        """Whether index scores of MXFP4 keys and the choices by them are ours."""
+        return self.missing is None and (INDEX_BY_DEFAULT or self.named == HOPPER)
+
+    @property
+    def max_tokens_for_overlap(self) -> int:
+        """That of the backend. Not timed yet, so only where HOPPER is named: with the table's choice, which is mostly
+        the same kernel, beside it both are timed by one machine."""
+        return MOST_OVERLAPPING if self.named == HOPPER else 0
 
     def kernels(self, num_heads: int) -> set[str]:
         """Of all calls with so many heads."""

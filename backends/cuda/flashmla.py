@@ -16,19 +16,22 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv41.backends.cuda import hopper
-from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, MOST_FEW, PORTABLE, Choice
+from dsv41.backends.cuda import hopper, index, products
+from dsv41.backends.cuda.build import TARGET, why_not
+from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, PORTABLE, Choice
+from dsv41.backends.cuda.index_choices import ChoicesOnHopper
 from dsv41.backends.cuda.layouts import check_readable, record_view
+from dsv41.backends.cuda.overlap import Overlapping
 from dsv41.backends.cuda.prefill import ROW_BYTES, Gathered, Run, all_full, cut, most_rows
+from dsv41.backends.cuda.projections import ProjectsOnHopper
 from dsv41.backends.cuda.rows import gather_rows
-from dsv41.backends.cuda.tables import pack_gathered, pack_slots
-from dsv41.backends.portable.backend import PortableBackend
+from dsv41.backends.cuda.tables import pack_gathered, pack_selection, pack_slots
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.weights import PortableWeights, padded_sink
 from dsv41.backends.vendor import call, expect_bfloat16, load
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.builtin import INSTALL_FLASHMLA
-from dsv41.hal.layout import CacheLayouts
+from dsv41.hal.layout import CacheLayouts, PagedCache
 from dsv41.hal.request import UNSPECIFIC_KV_CACHE_DTYPES, V4_RECORD
 from dsv41.hal.types import AttnInputs, AttnOutput, LayerCaches, LayerSpec, LayerState, Selection, StepPlan
 
@@ -79,7 +82,7 @@ class SelectedRows:
     lengths: Tensor
 
 
-class FlashMLABackend(PortableBackend):
+class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
     """Attention by FlashMLA, in bfloat16, with heads padded to 64 or 128, and on Hopper by kernels of ours.
 
     The library is imported when the first step is planned, or before by `library`.
@@ -92,17 +95,28 @@ class FlashMLABackend(PortableBackend):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.choice = self.read_choice()
+        self.max_tokens_for_overlap = self.choice.max_tokens_for_overlap
 
     def read_choice(self) -> Choice:
         """Which kernels are there, of which ours are compiled here, so that no step finds out that they cannot be."""
-        if self.device.type != "cuda" or self.arch != hopper.TARGET:
-            return Choice.read(self.arch, f"it is built for {hopper.TARGET}, this is {self.arch}")
-        return Choice.read(self.arch, hopper.why_not())
+        if self.device.type != "cuda" or self.arch != TARGET:
+            return Choice.read(self.arch, f"it is built for {TARGET} GPUs, this is {self.arch} on {self.device.type}")
+        choice = Choice.read(self.arch, why_not(hopper.BUILDS))
+        others = (index.BUILDS if choice.index else ()) + (products.BUILDS if choice.products else ())
+        return Choice.read(self.arch, why_not(others)) if others else choice
 
     @cached_property
     def library(self) -> Any:
         """The module `flash_mla`. Raises BackendError where it cannot be imported."""
         return load("flash_mla", INSTALL_FLASHMLA)
+
+    @property
+    def chooses_on_hopper(self) -> bool:
+        return self.choice.index
+
+    @property
+    def multiplies_on_hopper(self) -> bool:
+        return self.choice.products
 
     # The contracts
 
@@ -114,9 +128,9 @@ class FlashMLABackend(PortableBackend):
             )
         if not self.choice.pads(num_heads):
             return num_heads
-        if num_heads <= MOST_FEW and self.choice.missing is not None and self.arch == hopper.TARGET:
+        if num_heads < _HEADS[0] and self.choice.missing is not None and self.arch == TARGET:
             warnings.warn(
-                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at about twice the time: {self.choice.missing}",
+                f"{num_heads} heads a rank are padded to {_HEADS[0]}, at up to twice the time: {self.choice.missing}",
                 stacklevel=2,
             )
         return next(heads for heads in _HEADS if heads >= num_heads)
@@ -174,6 +188,12 @@ class FlashMLABackend(PortableBackend):
         }
         full = frozenset(ratio for ratio, spec in kinds.items() if all_full(plan.batch, spec.window, ratio, spec.topk))
         return replace(plan, extra=FlashMLAPlan(window, lengths, visible, runs, schedules, full))
+
+    def prepare_selection(self, selection: Selection, layer: LayerState, plan: StepPlan) -> Selection:
+        rows, ratio = selection.topk_indices, layer.spec.ratio
+        table, visible = plan.batch.compressed_tables[ratio], plan.num_visible[ratio]
+        found = pack_selection(rows, visible, plan.token_request, table.pages, table.page_size, _DECODE_COLUMNS)
+        return Selection(rows, selection.candidates, SelectedRows(*found))
 
     def complete_selection(self, slots: Tensor) -> SelectedRows:
         return SelectedRows(slots, *pack_slots(slots, _DECODE_COLUMNS))
@@ -298,13 +318,11 @@ class FlashMLABackend(PortableBackend):
         spec, caches, batch, tokens = layer.spec, layer.caches, plan.batch, run.tokens
         assert caches is not None
         rows = self.workspace.take("gathered", gathered.rows, spec.head_dim, dtype=q.dtype)
-        sources = [(caches.window, batch.window_table)]
+        sources = [(caches.window, batch.window_table.pages[gathered.requests])]
         if selection is not None:
             assert caches.compressed is not None
-            sources.append((caches.compressed, batch.compressed_tables[spec.ratio]))
-        for kind, (cache, table) in enumerate(sources):
-            pages, longest = table.pages[gathered.requests], gathered.longest[kind]
-            gather_rows(*flat(cache), pages, gathered.spans, bool(kind), longest, rows)
+            sources.append((caches.compressed, batch.compressed_tables[spec.ratio].pages[gathered.requests]))
+        self.gather(sources, gathered.spans, gathered.longest, rows)
         indices, lengths = pack_gathered(
             batch.positions[tokens],
             plan.token_request[tokens],
@@ -329,6 +347,16 @@ class FlashMLABackend(PortableBackend):
             call(function, **arguments, out=out.data[tokens])
         else:
             _put(out, tokens, call(function, **arguments)[0])
+
+    @staticmethod
+    def gather(
+        sources: Sequence[tuple[PagedCache, Tensor]], spans: Tensor, longest: tuple[int, int], out: Tensor
+    ) -> None:
+        """Copy rows into `out` bf16 `[N, D]`, as the prefill kernel takes them: of the window cache and, where there is
+        a second of the `sources`, of the compressed cache, each with the block table int32 `[R, n]` of the requests of
+        `spans`. `spans` and `longest` are those of `Gathered`. `dsv41 bench attention` times it too."""
+        for kind, (cache, pages) in enumerate(sources):
+            gather_rows(*flat(cache), pages, spans, bool(kind), longest[kind], out)
 
     @cached_property
     def _takes_out(self) -> dict[str, bool]:

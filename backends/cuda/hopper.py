@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -11,67 +9,55 @@ import torch
 from torch import Tensor
 
 from dsv41.backends import vendor
-from dsv41.backends.cuda import nvrtc
+from dsv41.backends.cuda.build import Build
 from dsv41.backends.cuda.choice import MOST_OURS
 from dsv41.backends.cuda.launch import Kernel, float32, int32, int64, pointer, uint32
 from dsv41.errors import BackendError
 from dsv41.hal.records import Dialect, v4_584
 
-TARGET, ARCH = "sm_90", "sm_90a"
 _RECORD = v4_584(Dialect.OCP)
 _ROW_BYTES = _RECORD.bytes - _RECORD.scale_bytes
 _RANKS = (10, 8, 5, 4, 3, 2)
 """How many CTAs may share a token. More than 8 are a cluster that a kernel must ask for."""
 
 
-@dataclass(frozen=True)
-class Build:
-    """A kernel for `heads` query heads, and by more CTAs for each so many of a call: its file, what is defined when it
-    is compiled, the rows of its tiles, and what a CTA of it has. `shared_bytes` are those of `Shared` in the source,
-    which checks them."""
-
-    kernel: str
-    heads: int
-    keys: int
-    threads: int
-    ctas_per_sm: int
-    shared_bytes: int
-    own_defines: Mapping[str, int] = field(hash=False)
+class AttentionBuild(Build):
+    """A kernel for `heads` query heads, and by more CTAs for each so many of a call, with tiles of `keys` rows."""
 
     @property
-    def name(self) -> str:
-        return " ".join(
-            (self.kernel, f"heads={self.heads}", *(f"{k.lower()}={v}" for k, v in self.own_defines.items()))
-        )
+    def heads(self) -> int:
+        return self.own_defines["HEADS"]
+
+    @property
+    def keys(self) -> int:
+        return self.own_defines["KEYS"]
 
     @property
     def defines(self) -> dict[str, int]:
         record = {"DIMS": _RECORD.dim, "ROW_BYTES": _ROW_BYTES, "SCALE_BYTES": _RECORD.scale_bytes}
-        return {"HEADS": self.heads, "KEYS": self.keys, "SHARED_BYTES": self.shared_bytes, **record, **self.own_defines}
-
-    def cubin(self) -> bytes:
-        """Raises as `nvrtc.cubin` does."""
-        return nvrtc.cubin(self.kernel, ARCH, self.defines)
+        return {**record, **super().defines}
 
 
-def few(heads: int, stages: int) -> Build:
+def few(heads: int, stages: int) -> AttentionBuild:
     """Of `few_heads.cu`, for 8 or 16 columns of its matrix instructions, with `stages` slices of 32 rows in flight."""
     rows, pitch = 32, _ROW_BYTES + 16  # with which eight rows start in different banks
     piece = rows * (pitch + _RECORD.dim // 64 * (4 + 2))
     query, weights = _RECORD.dim * heads * 2, 2 * 2 * 64 * heads * 2
     ends = heads * (2 + 2 * 4) * 4
     shared = _whole(stages * (piece + 2 * 8 + 4 + 4 * 4) + query + weights + ends + 8)
-    return Build("few_heads", heads, 64, 256, 2, shared, {"STAGES": stages, "PITCH": pitch})
+    defines = {"HEADS": heads, "KEYS": 64, "STAGES": stages, "PITCH": pitch}
+    return AttentionBuild("few_heads", "attention", 256, 2, shared, defines)
 
 
-def many(keys: int, stages: int, depth: int) -> Build:
+def many(keys: int, stages: int, depth: int) -> AttentionBuild:
     """Of `many_heads.cu`, with `stages` tiles of `keys` rows in bf16 and `depth` times 32 rows of fp8 in flight."""
     heads = 64
     query, tile, weights = heads * _RECORD.dim * 2, keys * _RECORD.dim * 2, heads * 2 * keys * 2
     raw = _whole(32 * _RECORD.bytes + 16)
     turns = 2 * (heads * 4 + 16 + 2 * 8)  # a factor a head, a word a warp, two barriers
     shared = _whole(query + stages * tile + weights + depth * raw + stages * (keys // 8 * 4 + 16) + turns)
-    return Build("many_heads", heads, keys, 512, 1, shared, {"STAGES": stages, "DEPTH": depth})
+    defines = {"HEADS": heads, "KEYS": keys, "STAGES": stages, "DEPTH": depth}
+    return AttentionBuild("many_heads", "attention", 512, 1, shared, defines)
 
 
 def _whole(shared_bytes: int) -> int:
@@ -90,7 +76,7 @@ _TABLE = {
 BUILDS = tuple(dict.fromkeys(build for by_tokens in _TABLE.values() for build in by_tokens.values()))
 
 
-def build_for(num_heads: int, tokens: int) -> Build:
+def build_for(num_heads: int, tokens: int) -> AttentionBuild:
     """The fastest that was measured. Raises BackendError for more than 64 heads."""
     for heads, by_tokens in _TABLE.items():
         if num_heads <= heads:
@@ -100,19 +86,9 @@ def build_for(num_heads: int, tokens: int) -> Build:
     )
 
 
-def builds_for(num_heads: int) -> list[Build]:
+def builds_for(num_heads: int) -> list[AttentionBuild]:
     """Those of calls of any number of tokens."""
     return list(next(by_tokens for heads, by_tokens in _TABLE.items() if num_heads <= heads).values())
-
-
-def why_not() -> str | None:
-    """Why the kernels cannot be compiled here, None where they can; compiles all that are not in the cache."""
-    try:
-        for build in BUILDS:
-            build.cubin()
-    except BackendError as error:
-        return " ".join(str(error).split())
-    return None
 
 
 @torch.library.custom_op("dsv41::attend_records", mutates_args=("out",))
@@ -212,7 +188,7 @@ def _cache(cache: Tensor, indices: Tensor, lengths: Tensor, page_size: int) -> l
 class _Kernel:
     """A build, loaded on one device."""
 
-    def __init__(self, build: Build, device: int) -> None:
+    def __init__(self, build: AttentionBuild, device: int) -> None:
         self._kernel = Kernel(build.kernel, build.cubin(), device, build.threads, build.shared_bytes)
         self.launch = self._kernel.launch
         self.resident = build.ctas_per_sm * self._kernel.multiprocessors
@@ -226,5 +202,5 @@ class _Kernel:
 
 
 @cache
-def _loaded(build: Build, device: int) -> _Kernel:
+def _loaded(build: AttentionBuild, device: int) -> _Kernel:
     return _Kernel(build, device)

@@ -13,6 +13,8 @@ from dsv41.errors import BackendError
 int32, int64, uint32, float32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
 """Scalar arguments of kernels; a plain int is a pointer."""
 
+_EARLY = "programmatic_stream_serialization"
+
 
 def pointer(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None else 0
@@ -39,7 +41,7 @@ class Kernel:
         from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig, ObjectCode, launch
 
         self._config, self._launch = LaunchConfig, launch
-        self._shape = {"block": threads, "shmem_size": shared_bytes}
+        self._shape: dict[str, Any] = {"block": threads, "shmem_size": shared_bytes}
         self._any_stream = LEGACY_DEFAULT_STREAM
         self._kernel = ObjectCode.from_cubin(cubin).get_kernel(name)
         names = driver.CUfunction_attribute
@@ -60,8 +62,22 @@ class Kernel:
         config = self._config(grid=1, cluster=ranks, **self._shape)
         return int(self._kernel.occupancy.max_active_clusters(config, stream=self._any_stream))
 
-    def launch(self, device: torch.device, grid: int | tuple[int, int, int], *arguments: Any, ranks: int = 1) -> None:
-        """On torch's current stream of `device`: `grid` CTAs, or clusters where `ranks` CTAs make one."""
-        cluster = {"cluster": ranks} if ranks > 1 else {}
-        config = self._config(grid=grid, **cluster, **self._shape)
+    def launch(
+        self,
+        device: torch.device,
+        grid: int | tuple[int, int, int],
+        *arguments: Any,
+        ranks: int = 1,
+        block: tuple[int, int, int] | None = None,
+        early: bool = False,
+    ) -> None:
+        """On torch's current stream of `device`: `grid` CTAs, or clusters where `ranks` CTAs make one. `block` arranges
+        a CTA's threads, or takes fewer. `early` begins before the launch ahead has ended, where cuda-core can, for
+        kernels that wait for it themselves."""
+        shape = self._shape | ({"block": block} if block is not None else {})
+        if ranks > 1:
+            shape["cluster"] = ranks
+        if early and hasattr(self._config, _EARLY):
+            shape[_EARLY] = True
+        config = self._config(grid=grid, **shape)
         self._launch(_Stream(torch.cuda.current_stream(device).cuda_stream), config, self._kernel, *arguments)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv41.backends.portable.launch import launch
+from dsv41.backends.portable.selection import BLOCK, load_slots
 
 _BLOCK = 128
 """Entries that a program takes at a time."""
@@ -76,6 +77,66 @@ def _table(like: Tensor, width: int, multiple: int) -> tuple[Tensor, Tensor]:
     width = max(1, -(-width // multiple)) * multiple
     tokens = like.shape[0]
     return like.new_empty(tokens, width, dtype=torch.int32), like.new_empty(tokens, dtype=torch.int32)
+
+
+@triton.jit(do_not_specialize=["width", "table_width", "topk_stride", "pages_stride", "out_width"])
+def _pack_selection(
+    topk, num_visible, token_request, pages, slots, width, table_width, topk_stride, pages_stride,
+    out, out_width, lengths,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(token_request + token)
+    visible = tl.where(request >= 0, tl.load(num_visible + token), 0)
+    topk += token * topk_stride
+    pages += request * pages_stride
+    slots += token * width
+    out += token * out_width
+    count = tl.zeros((), tl.int32)
+    for start in range(0, width, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        slot = load_slots(topk, place, width, visible, pages, table_width, PAGE_SIZE)
+        tl.store(slots + place, slot, place < width)
+        count = _append(out, count, slot, slot >= 0)
+    _finish(out, out_width, count, lengths + token, BLOCK)
+
+
+@torch.library.custom_op("dsv41::pack_selection", mutates_args=())
+def pack_selection(
+    topk: Tensor, num_visible: Tensor, token_request: Tensor, pages: Tensor, page_size: int, multiple: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`selection_slots` of the portable backend, and `pack_slots` of what it gives, in one launch.
+
+    Returns the slots int64 `[T, K]` in their places, and packed int32 `[T, W]` with their numbers int32 `[T]`. Slots
+    are below 2**31.
+    """
+    slots, packed, lengths = _selection_room(topk, num_visible, token_request, pages, page_size, multiple)
+    launch(
+        _pack_selection,
+        (topk.shape[0],),
+        topk=topk,
+        num_visible=num_visible,
+        token_request=token_request,
+        pages=pages,
+        slots=slots,
+        width=topk.shape[1],
+        table_width=pages.shape[1],
+        topk_stride=topk.stride(0),
+        pages_stride=pages.stride(0),
+        out=packed,
+        out_width=packed.shape[1],
+        lengths=lengths,
+        PAGE_SIZE=page_size,
+        BLOCK=BLOCK,
+    )
+    return slots, packed, lengths
+
+
+@pack_selection.register_fake
+def _selection_room(
+    topk: Tensor, num_visible: Tensor, token_request: Tensor, pages: Tensor, page_size: int, multiple: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return topk.new_empty(topk.shape, dtype=torch.int64), *_table(topk, topk.shape[1], multiple)
 
 
 # Runs of a step begin anywhere, so alignment is no compile key.

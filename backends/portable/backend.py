@@ -5,8 +5,9 @@ Every segment is written out here, one call a kernel, so that it can be read bes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +19,10 @@ from dsv41.backends.portable.compress import compress_rows
 from dsv41.backends.portable.dry_steps import DryLayers, Step
 from dsv41.backends.portable.gemm import grouped_linear, linear
 from dsv41.backends.portable.index_inputs import index_queries
-from dsv41.backends.portable.insert import insert_rows, rotate_insert
+from dsv41.backends.portable.inputs import norm_inputs, rotate_heads
+from dsv41.backends.portable.insert import insert_rows
 from dsv41.backends.portable.layouts import check_addressable
-from dsv41.backends.portable.norm import norm_inputs, rms_norm
+from dsv41.backends.portable.norm import rms_norm
 from dsv41.backends.portable.output import empty_codes, finish_output
 from dsv41.backends.portable.quantize import GROUP, quantize_mxfp8
 from dsv41.backends.portable.scores import block_maxima, index_scores
@@ -224,14 +226,28 @@ class PortableBackend(ReferenceBackend):
                     self.workspace.reserve(name, _bounded(SCORE_BYTES, max_tokens, row))
         return self.workspace.bytes
 
+    def single_products(self, layer: LayerState) -> dict[str, Callable[[Tensor], Tensor]]:
+        spec, prepared = layer.spec, _prepared(layer)
+
+        def product(matrix: Matrix) -> Callable[[Tensor], Tensor]:
+            return lambda x: self._product(x, matrix, _codes(x, spec, matrix))
+
+        found: dict[str, Callable[[Tensor], Tensor]] = {
+            "wq_a, wkv": partial(self.project_down, layer=layer),
+            "wq_b": product(prepared.wq_b),
+            "wo_a": lambda heads: self.project_groups(heads, None, layer, heads.dtype),
+            "wo_b": partial(self.project_latent, layer=layer),
+        }
+        if prepared.index_wq_b is not None:
+            found["indexer's wq_b"] = product(prepared.index_wq_b)
+        return found
+
     # The segments
 
     def prepare_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
         hidden = hidden.contiguous()
-        inputs = self.project_inputs(hidden, layer, plan)
-        if layer.spec.owns_compressed:
-            inputs = replace(inputs, latent=self.insert_compressed(hidden, layer, plan))
-        return inputs
+        latent = self.insert_compressed(hidden, layer, plan) if layer.spec.owns_compressed else None
+        return replace(self.project_inputs(hidden, layer, plan), latent=latent)
 
     def insert_window(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> None:
         spec, prepared, caches = layer.spec, _prepared(layer), layer.caches
@@ -292,23 +308,53 @@ class PortableBackend(ReferenceBackend):
 
     def project_inputs(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> AttnInputs:
         """`prepare_inputs` but for the compressed cache: queries, and the latents that go into the window cache."""
-        spec, weights, prepared = layer.spec, layer.weights, _prepared(layer)
-        quantize = spec.quantize_activations and prepared.wq_b.scale is not None
-        fused = self.project_down(hidden, layer)
-        qr, qr_codes, qr_scales, kv = norm_inputs(fused, weights.q_norm, weights.kv_norm, spec.eps, quantize)
-        quantised = _Quantised(qr, (qr_codes, qr_scales)) if quantize else None
-        q = self._queries(qr, quantised.codes if quantised is not None else None, layer)
-        self._rotate_insert(q, kv, layer, plan)
-        return AttnInputs(hidden, qr, q, kv, plan.batch.positions, extra=quantised)
+        spec, weights, caches, positions = layer.spec, layer.weights, layer.caches, plan.batch.positions
+        assert caches is not None
+        quantize = spec.quantize_activations and _prepared(layer).wq_b.scale is not None
+        qr, codes, scales, kv = norm_inputs(
+            self.project_down(hidden, layer),
+            weights.q_norm,
+            weights.kv_norm,
+            spec.eps,
+            quantize,
+            positions,
+            layer.cos_sin,
+            plan.window_slots,
+            *flat(caches.window),
+        )
+        quantised = _Quantised(qr, (codes, scales)) if quantize else None
+        q = self.project_queries(qr, quantised.codes if quantised is not None else None, layer, positions)
+        return AttnInputs(hidden, qr, q, kv, positions, extra=quantised)
 
     def insert_compressed(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
         """The latent `[T, D]` of the group that each token closes, rotated into the compressed cache. It and
         `project_inputs` touch nothing of one another's."""
-        spec, caches = layer.spec, layer.caches
-        assert caches is not None and caches.compressed is not None
-        latent = self._compress(hidden, layer, plan)
-        slots, positions = plan.compressed_slots[spec.ratio], plan.batch.positions
-        insert_rows(latent, None, spec.eps, positions, spec.ratio, layer.cos_sin, slots, *flat(caches.compressed))
+        spec, caches, batch, prepared = layer.spec, layer.caches, plan.batch, _prepared(layer)
+        weights = layer.weights.compressor
+        assert weights is not None and caches is not None and caches.compressed is not None
+        into = (layer.cos_sin, plan.compressed_slots[spec.ratio], *flat(caches.compressed))
+        latent: Tensor
+        if weights.wgate is None:
+            latent = rms_norm(self._product(hidden, prepared.compress[0]), weights.norm, spec.eps)
+            insert_rows(latent, None, spec.eps, batch.positions, spec.ratio, *into)
+            return latent
+        assert caches.compressor_state is not None
+        raw = torch.empty(hidden.shape[0], 2, spec.head_dim, dtype=torch.float32, device=hidden.device)
+        self._products(hidden, prepared.compress, None, raw.flatten(1))
+        latent = compress_rows(
+            raw,
+            caches.compressor_state,
+            plan.token_request,
+            batch.positions,
+            batch.state_slots,
+            batch.query_start_loc,
+            batch.seq_lens,
+            weights.norm,
+            spec.eps,
+            spec.ratio,
+            hidden.dtype,
+            *into,
+        )
         return latent
 
     def project_down(self, hidden: Tensor, layer: LayerState) -> Tensor:
@@ -317,6 +363,13 @@ class PortableBackend(ReferenceBackend):
         fused = hidden.new_empty(hidden.shape[0], spec.q_lora_rank + spec.head_dim)
         self._products(hidden, prepared.down, _codes(hidden, spec, *prepared.down), fused)
         return fused
+
+    def project_queries(self, qr: Tensor, codes: Codes | None, layer: LayerState, positions: Tensor) -> Tensor:
+        """The queries `[T, Hp, D]` of `qr` `[T, q_rank]` or its `codes`, rotated unless attention does that."""
+        q = self._queries(qr, codes, layer)
+        if not self.fuses_rotation:
+            rotate_heads(q, layer.spec.num_heads, positions, layer.cos_sin)
+        return q
 
     def project_groups(self, heads: Tensor, scale: Tensor | None, layer: LayerState, dtype: torch.dtype) -> Tensor:
         """The first product of the output projection: `heads` `[T, groups, in]`, or their MXFP8 codes with `scale`
@@ -341,41 +394,6 @@ class PortableBackend(ReferenceBackend):
         q = qr.new_empty(qr.shape[0], spec.padded_heads, spec.head_dim)
         self._product(qr, wq_b, codes, q.flatten(1)[:, : spec.num_heads * spec.head_dim])
         return q
-
-    def _rotate_insert(self, q: Tensor, kv: Tensor, layer: LayerState, plan: StepPlan) -> None:
-        """Rotate the latents, and the queries unless attention does, and write the latents into the window cache."""
-        assert layer.caches is not None
-        heads = layer.spec.num_heads
-        if self.fuses_rotation:
-            q, heads = q[:, :0], 0
-        positions = plan.batch.positions
-        rotate_insert(q, heads, kv, positions, layer.cos_sin, plan.window_slots, *flat(layer.caches.window))
-
-    def _compress(self, hidden: Tensor, layer: LayerState, plan: StepPlan) -> Tensor:
-        """The latent `[T, D]` of the group that each token closes."""
-        spec, weights, prepared, batch = layer.spec, layer.weights.compressor, _prepared(layer), plan.batch
-        assert weights is not None and layer.caches is not None
-        if weights.wgate is None:
-            latent: Tensor = rms_norm(self._product(hidden, prepared.compress[0]), weights.norm, spec.eps)
-            return latent
-        state = layer.caches.compressor_state
-        assert state is not None
-        raw = torch.empty(hidden.shape[0], 2, spec.head_dim, dtype=torch.float32, device=hidden.device)
-        self._products(hidden, prepared.compress, None, raw.flatten(1))
-        latent = compress_rows(
-            raw,
-            state,
-            plan.token_request,
-            batch.positions,
-            batch.state_slots,
-            batch.query_start_loc,
-            batch.seq_lens,
-            weights.norm,
-            spec.eps,
-            spec.ratio,
-            hidden.dtype,
-        )
-        return latent
 
     def _insert_index_keys(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan) -> None:
         spec, weights, prepared, caches = layer.spec, layer.weights.indexer, _prepared(layer), layer.caches

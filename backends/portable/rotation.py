@@ -7,6 +7,8 @@ position 0, as if it stood there.
 import triton
 import triton.language as tl
 
+from dsv41.backends.portable.numbers import round_to
+
 
 @triton.jit
 def turn(x, cos, sin):
@@ -39,3 +41,10 @@ def rotate(x, cos_sin, position, ROPE: tl.constexpr, INVERSE: tl.constexpr = Fal
         sin = -sin
     # The pairs in front are taken as they are: NaN times a sine of zero is NaN.
     return tl.where(tl.arange(0, x.shape[1])[None, :] < PLAIN, x, turn(x, cos, sin))
+
+
+@triton.jit
+def rotated_row(x, cos_sin, position, DTYPE: tl.constexpr, ROPE: tl.constexpr):
+    """Float32 `x` `[D]` rotated at `position` and rounded to `DTYPE`, in float32."""
+    row = rotate(tl.reshape(x, (1, x.shape[0])), cos_sin, position, ROPE)
+    return round_to(tl.reshape(row, (x.shape[0],)), DTYPE)

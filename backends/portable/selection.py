@@ -13,6 +13,20 @@ BLOCK = 512
 """Indices that a program translates."""
 
 
+@triton.jit
+def load_slots(topk, place, width, visible, pages, table_width, PAGE_SIZE: tl.constexpr):
+    """The slots (int64) of the positions at `place` of the row `topk` of `width` positions; -1 where there is none.
+
+    `pages` is the row of the token's request, in which `visible` positions can be seen; with none visible it is not
+    read.
+    """
+    position = tl.load(topk + place, place < width, other=-1)
+    page = position // PAGE_SIZE
+    known = (position >= 0) & (position < visible) & (page < table_width)
+    found = tl.load(pages + page, known, other=-1).to(tl.int64)
+    return tl.where(found >= 0, found * PAGE_SIZE + position % PAGE_SIZE, -1)
+
+
 @triton.jit(do_not_specialize=["width", "table_width", "topk_stride", "pages_stride"])
 def _selection_slots(
     topk,
@@ -29,13 +43,10 @@ def _selection_slots(
 ):
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(topk + token * topk_stride + place, place < width, other=-1)
     request = tl.load(token_request + token)
     visible = tl.where(request >= 0, tl.load(num_visible + token), 0)
-    page = position // PAGE_SIZE
-    known = (position >= 0) & (position < visible) & (page < table_width)
-    found = tl.load(pages + request * pages_stride + page, known, other=-1).to(tl.int64)
-    slot = tl.where(found >= 0, found * PAGE_SIZE + position % PAGE_SIZE, -1)
+    row = pages + request * pages_stride
+    slot = load_slots(topk + token * topk_stride, place, width, visible, row, table_width, PAGE_SIZE)
     tl.store(out + token * width + place, slot, place < width)
 
 

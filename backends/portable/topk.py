@@ -16,31 +16,35 @@ from dsv41.backends.portable.launch import launch
 COLUMNS = 4096
 """Scores that a program looks at together; below 2**16, since two counts share a number."""
 WARPS = 16
+WHOLE = 8
+"""Scores that a thread reads at once where rows are a multiple apart: else the compiler reads them one by one."""
 SPAN = 4096
-"""Columns of a span, unless four times as many as are selected are more."""
+"""Columns of a span, unless four times as many as are selected are more; then a multiple of `WHOLE`."""
 
 
 @triton.jit
-def _columns(picks, first, start, length, COLUMNS: tl.constexpr):
+def _columns(picks, first, start, length, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
     """The columns `start` ... of a program's span, which begins at `first`: themselves, or those that were picked
-    before (int32, -1 = none). And whether they are any."""
+    before (int32, -1 = none). Which of them can be read, in groups of `WHOLE`, and which are any."""
     place = start + tl.arange(0, COLUMNS)
-    live = place < length
     if picks is None:
         column = first + place
+        live = place < length
+        readable = place < (length + WHOLE - 1) // WHOLE * WHOLE
     else:
-        column = tl.load(picks + first + place, live, other=-1)
+        column = tl.load(picks + first + place, place < length, other=-1)
         live = column >= 0
-    return column, live
+        readable = live
+    return column, readable, live
 
 
 @triton.jit
-def _ranks(scores, column, live, BITS: tl.constexpr):
+def _ranks(scores, column, readable, live, BITS: tl.constexpr):
     """uint32 numbers of `BITS` bits that order as the scores do; 0, which no number has, for NaN and what is not live.
 
     The bits of a float order like an integer once those of negative numbers are flipped. bf16 fills the upper half.
     """
-    x = tl.load(scores + column, live, other=0.0).to(tl.float32)
+    x = tl.load(scores + column, readable, other=0.0).to(tl.float32)
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 counts as 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -0x80000000
     rank = ordered.to(tl.uint32, bitcast=True) >> (32 - BITS)
@@ -59,7 +63,7 @@ def _positions(column, live, candidates, visible, BLOCK_SIZE: tl.constexpr):
     return position, live
 
 
-@triton.jit(do_not_specialize=["width", "span", "scores_stride", "candidates_stride"])
+@triton.jit(do_not_specialize=["width", "span", "candidates_stride"])
 def _top_k(
     scores,
     lengths,
@@ -76,8 +80,9 @@ def _top_k(
     BLOCK_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * span
+    row, first = tl.program_id(0).to(tl.int64), tl.multiple_of(tl.program_id(1) * span, 8)
     scores += row * scores_stride
     out += (row * tl.num_programs(1) + tl.program_id(1)) * K
     length = width
@@ -100,10 +105,10 @@ def _top_k(
         shift = BITS - 8 - 8 * turn
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, length, COLUMNS):
-            column, live = _columns(picks, first, start, length, COLUMNS)
+            column, readable, live = _columns(picks, first, start, length, COLUMNS, WHOLE)
             _, live = _positions(column, live, candidates, visible, BLOCK_SIZE)
             # The border's lower digits are still 0: where the upper ones agree, this is the next digit.
-            digit = (_ranks(scores, column, live, BITS) ^ border) >> shift.to(tl.uint32)
+            digit = (_ranks(scores, column, readable, live, BITS) ^ border) >> shift.to(tl.uint32)
             counts += tl.histogram(digit.to(tl.int32), 256, mask=digit < 256)
         at_least = tl.cumsum(counts, reverse=True)
         found = tl.sum((at_least >= room).to(tl.int32)) - 1
@@ -113,9 +118,9 @@ def _top_k(
     above = tl.full((), 0, tl.int32)
     level = tl.full((), 0, tl.int32)
     for start in range(0, length, COLUMNS):
-        column, live = _columns(picks, first, start, length, COLUMNS)
+        column, readable, live = _columns(picks, first, start, length, COLUMNS, WHOLE)
         position, live = _positions(column, live, candidates, visible, BLOCK_SIZE)
-        rank = _ranks(scores, column, live, BITS)
+        rank = _ranks(scores, column, readable, live, BITS)
         is_above = rank > border
         is_level = (rank == border) & (rank > 0)
         # Both are counted at once, one in each half of a number.
@@ -145,9 +150,9 @@ def top_k(
 ) -> Tensor:
     """Positions of the `k` largest scores of each row: int64 `[T, k]`, ascending, -1 where there are fewer.
 
-    `scores` `[T, W]` bf16 or fp32, of which row t has the first `lengths[t]` (int64 `[T]`, None = all); what is behind
-    them is not read. NaN is never selected, -inf is, -0 equals 0. Of equal scores the smaller columns win, so the
-    result is unique.
+    `scores` `[T, W]` bf16 or fp32, of which row t has the first `lengths[t]` (int64 `[T]`, None = all). What is behind
+    them can be anything; where rows are a multiple of 8 apart, it may be read up to the next multiple. NaN is never
+    selected, -inf is, -0 equals 0. Of equal scores the smaller columns win, so the result is unique.
 
     A column is its position, unless `candidates` int64 `[T, B]` names blocks of `block_size` positions (none twice, -1
     = none): then column c stands for position `c % block_size` of block `candidates[t, c // block_size]`, and counts if
@@ -156,7 +161,7 @@ def top_k(
     rows, width = scores.shape
     if candidates is not None:
         width = min(width, candidates.shape[1] * block_size)
-    span, picks = max(SPAN, 4 * k), None
+    span, picks = triton.cdiv(max(SPAN, 4 * k), WHOLE) * WHOLE, None
 
     def best(width: int, spans: int, dtype: torch.dtype) -> Tensor:
         """Of each span: positions, or as int32 columns, `[T, spans * k]`."""
@@ -180,6 +185,7 @@ def top_k(
             BLOCK_SIZE=block_size,
             BITS=16 if scores.dtype == torch.bfloat16 else 32,
             COLUMNS=COLUMNS,
+            WHOLE=WHOLE if scores.stride(0) % WHOLE == 0 else 1,
         )
         return out
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,24 @@ class ReferenceBackend(AttentionBackend):
                     "the checkpoint is damaged, fetch this shard again"
                 )
         return None
+
+    def single_products(self, layer: LayerState) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The products with a layer's large matrices, for who times them one by one: each of `[T, in]`, but that with
+        `wo_a` of `[T, groups, in]`."""
+        weights, quantize = layer.weights, layer.spec.quantize_activations
+
+        def down(hidden: Tensor) -> Tensor:
+            return torch.cat([linear(hidden, each, quantize=quantize) for each in (weights.wq_a, weights.wkv)], dim=-1)
+
+        found: dict[str, Callable[[Tensor], Tensor]] = {
+            "wq_a, wkv": down,
+            "wq_b": partial(linear, weight=weights.wq_b, quantize=quantize),
+            "wo_a": partial(grouped_linear, weight=weights.wo_a, quantize=quantize),
+            "wo_b": partial(linear, weight=weights.wo_b, quantize=quantize),
+        }
+        if weights.indexer is not None:
+            found["indexer's wq_b"] = partial(linear, weight=weights.indexer.wq_b, quantize=quantize)
+        return found
 
     # The segments
 

@@ -10,15 +10,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv41.backends.portable.backend import PortableBackend
+from dsv41.backends.portable.fork import Fork
 from dsv41.backends.portable.weights import Matrix, PortableWeights
 from dsv41.backends.portable.workspace import capturing
-from dsv41.backends.rocm.fork import Fork
 from dsv41.backends.rocm.matrices import TiledMatrix, coarse, fine
 from dsv41.backends.rocm.products import asked_products, grouped_product, product
 from dsv41.backends.vendor import load
@@ -37,7 +37,7 @@ class RocmBackend(PortableBackend):
     `max_tokens_for_overlap` was not tuned; with many tokens each branch fills the GPU alone.
     """
 
-    max_tokens_for_overlap: ClassVar[int] = 256
+    max_tokens_for_overlap = 256
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

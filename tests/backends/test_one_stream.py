@@ -1,6 +1,6 @@
 """A step runs on its caller's stream alone: nothing has to be joined, and no buffer is used again too early.
 
-The one module that forks, in captured steps alone, has tests of its own: rocm/test_fork.py.
+The one module that forks, in captured steps alone, has tests of its own: rocm/test_fork.py, cuda/test_overlap.py.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 _BACKENDS = Path(__file__).parents[2] / "backends"
-FILES = sorted({*_BACKENDS.rglob("*.py")} - {_BACKENDS / "rocm/fork.py"})
+FILES = sorted({*_BACKENDS.rglob("*.py")} - {_BACKENDS / "portable/fork.py"})
 FORBIDDEN = ("Stream", "ExternalStream", "Event", "wait_stream", "wait_event", "record_stream", "stream", "query")
 """What forks a stream, orders two, or asks one whether it is done."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from dsv41.bench_steps import Launches, StepOptions, bench_choices, bench_layers
 from dsv41.cli import main
 from dsv41.errors import BackendError, InputError
 from dsv41.hal.types import AttnInputs, LayerState, Selection, StepPlan
+from dsv41.hal.weights import tensors
 from dsv41.roofline import DeviceRates
 from dsv41.synthetic import small_config
 
-OPTIONS = StepOptions(backend="reference", device="cpu", tokens=(1, 3), context=(100, 160))
+OPTIONS = StepOptions(backend="reference", device="cpu", tokens=(1, 3), context=(100, 160), steps=1)
 CONFIG = small_config()
 
 
@@ -63,6 +65,46 @@ def test_a_source_and_a_consumer_are_timed_at_every_size(monkeypatch: pytest.Mon
     assert ran == [
         (layer, tokens, CONFIG.index_topk) for _ in range(2) for tokens in (1, 3) for layer in (1, 1, 2, 1, 2)
     ]
+
+
+def test_steps_of_a_graph_have_weights_and_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is timed once, over the same numbers in other memory; the time is that of one."""
+    layers = bench_steps._Layers(replace(OPTIONS, steps=3), CONFIG, (1, 2))
+    assert len(layers.copies) == len(layers[1]) == len(layers[2]) == 3
+    weights = [list(tensors(stack.layers[0].state.weights)) for stack in layers.copies]
+    caches = [list(tensors(stack.caches)) for stack in layers.copies]
+    for first, other in (weights[:2], weights[1:], caches[:2], caches[1:]):
+        for (name, one), (_, same) in zip(first, other, strict=True):
+            assert one.shape == same.shape
+            assert one.data_ptr() != same.data_ptr(), name
+    assert all(torch.equal(one[1], same[1]) for one, same in zip(*weights[1:], strict=True))
+
+    ran: list[str] = []
+    step_of = {id(layer.state): f"{what}{number}" for what in (1, 2) for number, layer in enumerate(layers[what])}
+    monkeypatch.setattr(bench_steps, "_Layers", lambda *_: layers)
+    attend = ReferenceBackend.attend
+
+    def watched(self: ReferenceBackend, inputs: AttnInputs, layer: LayerState, *rest: Any) -> Any:
+        ran.append(step_of[id(layer)])
+        return attend(self, inputs, layer, *rest)
+
+    monkeypatch.setattr(ReferenceBackend, "attend", watched)
+    options = replace(OPTIONS, tokens=(1,), context=(100,), steps=3)
+    report = bench_layers(options, config=CONFIG, timer=timer)
+    sources, consumers = ["10", "11", "12"], ["20", "21", "22"]
+    both = [each for pair in zip(sources, consumers, strict=True) for each in pair]
+    assert ran == [*sources, *sources, *consumers, *both]
+    assert report.steps == 3
+    assert report.step_bytes == sum(tensor.nbytes for _, tensor in tensors([layers.copies[0].caches])) + sum(
+        tensor.nbytes for layer in layers.copies[0].layers for _, tensor in tensors(layer.state.weights)
+    )
+
+
+def test_steps_that_would_take_too_much_memory_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench_steps._Layers(OPTIONS, CONFIG, (1, 2))
+    for limit, count in ((0, 1), (one.copy_bytes * 2 + 1, 2)):
+        monkeypatch.setattr(bench_steps, "_COPIES_BYTES", limit)
+        assert len(bench_steps._Layers(replace(OPTIONS, steps=4), CONFIG, (1, 2)).copies) == count
 
 
 def test_the_floor_counts_weights_once_and_rows_once_a_token() -> None:
@@ -120,6 +162,7 @@ def test_what_is_launched_is_shown_with_its_share() -> None:
     assert "75 %" in text
     assert "25 %" in text
     assert "2000.0" in text
+    assert "one step of 1 in a CUDA graph" in text
     assert "4 TB/s" not in text
 
 
@@ -134,9 +177,10 @@ def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "named"), [({"tokens": ()}, "tokens is empty"), ({"context": (4, 0)}, "context has 0")]
+    ("given", "named"),
+    [({"tokens": ()}, "tokens is empty"), ({"context": (4, 0)}, "context has 0"), ({"steps": 0}, "steps is 0")],
 )
-def test_sizes_that_cannot_be_timed_are_refused(given: dict[str, tuple[int, ...]], named: str) -> None:
+def test_sizes_that_cannot_be_timed_are_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         replace(OPTIONS, **given)
 

@@ -7,7 +7,7 @@ import json
 import torch
 
 from dsv41.backends.cuda.rows import gather_rows
-from dsv41.backends.cuda.tables import pack_gathered, pack_slots
+from dsv41.backends.cuda.tables import pack_gathered, pack_selection, pack_slots
 from dsv41.backends.portable import aot
 from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.launch import Launch, watching
@@ -25,6 +25,8 @@ def launches(first: int = 0, requests: int = 2) -> list[Launch]:
 
     tokens, long = torch.zeros(16).long(), torch.zeros(16, 512).long()
     cache = PagedCache.allocate(CacheLayout(v4_584(Dialect.OCP), 64, ScalePlacement.PAGE), 2)
+    with watching(note):
+        pack_selection(long, tokens, tokens, torch.zeros(requests, 15 + first).int(), 64, 64)  # of a whole step
     tokens, long = tokens[first:], long[first:]
     spans, pages = torch.zeros(requests, 2, 3).long(), torch.zeros(first + requests, 15 + first).int()[first:]
     with watching(note):

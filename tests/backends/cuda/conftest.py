@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from .emulator.fixture import emulated_gpu  # noqa: F401  (for tests to name)
+from .emulator.fixture import emulated_gpu  # noqa: F401  a fixture
 
 if find_spec("triton") and not torch.cuda.is_available():
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):

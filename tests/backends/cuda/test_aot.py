@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from dsv41.backends.cuda import nvrtc
-from dsv41.backends.cuda.hopper import BUILDS
+from dsv41.backends.cuda import index, nvrtc, products
+from dsv41.backends.cuda.aot import BUILDS
 from dsv41.compile import BUDGET, Budget, Row
 from dsv41.config import DeepseekV41Config
 from dsv41.warmup_cli import WarmupOptions, what_it_meets
@@ -32,9 +32,11 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     worker.close()
 
 
-def met(worker: Worker, target: str, tp_size: int) -> list[str]:
+def met(worker: Worker, target: str, tp_size: int, max_len: int = 512) -> list[str]:
     """Names of what the release can meet with its heads on `tp_size` ranks."""
-    options = WarmupOptions(Path(), tp_size=tp_size, layers=(0, 2, 20, 24), max_tokens=512, max_requests=2, max_len=512)
+    options = WarmupOptions(
+        Path(), tp_size=tp_size, layers=(0, 2, 20, 24), max_tokens=512, max_requests=2, max_len=max_len
+    )
     request: dict[str, Any] = {"meet": what_it_meets(DeepseekV41Config(), options, target), "backend": "flashmla"}
     answer = worker.ask(request)
     assert "error" not in answer, answer
@@ -45,7 +47,7 @@ def met(worker: Worker, target: str, tp_size: int) -> list[str]:
 def test_our_kernels_keep_to_the_budget_and_are_kept(worker: Worker) -> None:
     listed = worker.ask({"list": ["sm_90"]})
     assert listed["skipped"] == {}
-    assert [variant["kind"] for variant in listed["variants"]] == ["attention"] * len(BUILDS)
+    assert [variant["kind"] for variant in listed["variants"]] == [build.kind for build in BUILDS]
     budget = Budget.load(Path(__file__).parents[3] / BUDGET)
     for build, variant in zip(BUILDS, listed["variants"], strict=True):
         first, second = (worker.ask({"compile": variant["payload"]}) for _ in range(2))
@@ -53,10 +55,27 @@ def test_our_kernels_keep_to_the_budget_and_are_kept(worker: Worker) -> None:
         figures = first["figures"]
         assert figures == second["figures"]
         assert figures["shared_bytes"] == build.shared_bytes
-        assert 32 < figures["registers"] <= 168
-        assert 0 < figures["matrix"] < figures["code_bytes"] // 16  # an instruction is 16 bytes
+        assert 32 < figures["registers"] <= 65536 // (build.threads * build.ctas_per_sm)
+        assert figures["spill_bytes"] == 0
+        assert (build.kind != "other") <= figures["matrix"] < figures["code_bytes"] // 16  # an instruction is 16 bytes
         row = Row(variant["name"], variant["target"], variant["kind"], figures)
         assert budget.excesses(row, listed["triton"]) == []
+
+
+@compiles
+def test_kernels_not_timed_yet_are_met_where_ours_are_asked_for(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = [build.name for build in (*index.BUILDS, *products.BUILDS)]
+    before = met(worker, "sm_90", 8, max_len=8192)
+    assert not set(before) & set(ours)
+    assert any(name.startswith("block_maxima") for name in before)
+    monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", "hopper")
+    asked = Worker("dsv41.backends.cuda.aot")
+    names = met(asked, "sm_90", 8, max_len=8192)
+    asked.close()
+    assert [name for name in names if name in ours] == ours
+    assert not any(name.startswith("block_maxima") for name in names)
 
 
 def test_other_targets_have_none_of_ours(worker: Worker) -> None:
@@ -81,12 +100,20 @@ def test_what_a_configuration_meets(worker: Worker) -> None:
     """No attention of the portable backend; FlashMLA's tables, gathering where chunks are long, or our kernel."""
     padded = met(worker, "sm_100", 8)
     kernels = {name.split()[0] for name in padded}
-    assert {"pack_slots", "pack_gathered", "gather_rows", "rotate_insert", "finish_output", "gemm"} <= kernels
-    assert not kernels & {"attend", "combine", "few_heads", "many_heads"}
+    assert {
+        "pack_slots",
+        "pack_selection",
+        "pack_gathered",
+        "gather_rows",
+        "rotate_heads",
+        "finish_output",
+        "gemm",
+    } <= kernels
+    assert not kernels & {"attend", "combine", "few_heads", "many_heads", "selection_slots"}
     if MISSING is None:
         for tp_size, kernels in ((8, ["few_heads"]), (1, ["few_heads", "many_heads", "many_heads"])):
             ours = [name.split()[0] for name in met(worker, "sm_90", tp_size)]
-            assert [name for name in ours if name.endswith("_heads")] == kernels
+            assert [name for name in ours if name in ("few_heads", "many_heads")] == kernels
             assert "gather_rows" not in ours
 
 

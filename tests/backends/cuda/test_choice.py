@@ -27,11 +27,10 @@ def test_the_table_names_what_was_measured_to_be_faster(
     if value is not None:
         monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", value)
     for tokens in TOKENS:
-        ours = heads <= 16 or (heads <= 64 and tokens <= 512)
-        assert Choice.read("sm_90", None).kernel(heads, tokens) == ("hopper" if ours else "flashmla")
+        assert Choice.read("sm_90", None).kernel(heads, tokens) == ("hopper" if heads <= 64 else "flashmla")
         assert Choice.read("sm_90", MISSING).kernel(heads, tokens) == "flashmla"
         assert Choice.read("sm_100", MISSING).kernel(heads, tokens) == "flashmla"
-    assert Choice.read("sm_90", None).pads(heads) == (heads > 16)
+    assert Choice.read("sm_90", None).pads(heads) == (heads > 64)
     assert Choice.read("sm_100", MISSING).pads(heads)
 
 
@@ -40,6 +39,13 @@ def test_the_environment_decides_where_it_says_something(kernel: str, monkeypatc
     for value in (kernel, f" {kernel.upper()}\n"):
         monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", value)
         assert {Choice.read("sm_90", None).kernel(8, tokens) for tokens in TOKENS} == {kernel}
+
+
+def test_chains_overlap_only_where_our_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Choice.read("sm_90", None).max_tokens_for_overlap == 0
+    for kernel, most in (("flashmla", 0), ("portable", 0), ("hopper", 256)):
+        monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", kernel)
+        assert Choice.read("sm_90", None).max_tokens_for_overlap == most
 
 
 def test_more_heads_than_ours_are_flashmlas_whatever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

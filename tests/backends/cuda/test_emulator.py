@@ -11,23 +11,16 @@ from torch import Tensor
 from dsv41.backends.cuda import nvrtc
 from dsv41.backends.cuda.hopper import attend
 from dsv41.backends.cuda.launch import int32, pointer
-from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
-from dsv41.hal.records import Dialect, v4_584
+from dsv41.hal.layout import PagedCache
 
+from . import test_hopper as attention
+from . import test_products as products
 from .emulator import build
 from .emulator.fixture import EmulatedGPU
 from .emulator.kernel import EmulatedKernel, EmulationError
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 Part = tuple[PagedCache, Tensor, Tensor]
-
-
-def cache_of(pages: int, page_size: int) -> PagedCache:
-    """Normal rows in all pages but the last, whose bytes are all NaN or worse."""
-    cache = PagedCache.allocate(CacheLayout(v4_584(Dialect.OCP), page_size, ScalePlacement.PAGE), pages)
-    slots = torch.arange((pages - 1) * page_size)
-    cache.write(slots, torch.randn(len(slots), 512))
-    cache.data[-1] = 255
-    return cache
 
 
 def rows_of(cache: PagedCache, lengths: list[int], width: int) -> tuple[Tensor, Tensor]:
@@ -38,20 +31,6 @@ def rows_of(cache: PagedCache, lengths: list[int], width: int) -> tuple[Tensor, 
     beyond = torch.arange(width) >= torch.tensor(lengths)[:, None]
     indices[beyond] = last + 1
     return indices, torch.tensor(lengths, dtype=torch.int32)
-
-
-def exact(q: Tensor, sink: Tensor, scale: float, parts: list[Part]) -> Tensor:
-    """In float64."""
-    rows, live = [], []
-    for cache, indices, lengths in parts:
-        there = (torch.arange(indices.shape[1]) < lengths[:, None]) & (indices >= 0)
-        read = cache.read(torch.where(there, indices, 0).long().flatten()).double().view(*indices.shape, 512)
-        rows.append(torch.where(there[:, :, None], read, 0.0))
-        live.append(there)
-    kv, there = torch.cat(rows, 1), torch.cat(live, 1)
-    scores = (q.double() @ kv.transpose(1, 2) * scale).masked_fill(~there[:, None], -math.inf)
-    with_sink = torch.cat((scores, sink.double()[None, :, None].expand(len(q), -1, 1)), dim=2)
-    return torch.softmax(with_sink, -1)[:, :, :-1].nan_to_num(0.0) @ kv
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -78,10 +57,10 @@ def test_attention_agrees_with_float64(
     torch.manual_seed(1)
     emulated_gpu.resize(multiprocessors)
     emulated_gpu.schedule(seed)
-    parts = [(cache := cache_of(3, 64), *rows_of(cache, window_lengths, 128))]
+    parts = [(cache := attention.cache_of(3, 64, 1), *rows_of(cache, window_lengths, 128))]
     given = [cache.data, 64, *parts[0][1:], None, 1, None, None]
     if compressed_lengths is not None:
-        parts.append((cache := cache_of(5, 16), *rows_of(cache, compressed_lengths, 200)))
+        parts.append((cache := attention.cache_of(5, 16, 2), *rows_of(cache, compressed_lengths, 200)))
         given[4:] = [cache.data, 16, *parts[1][1:]]
     q = torch.randn(len(window_lengths), heads + 3, 512).bfloat16()
     q[:, heads:] = math.nan
@@ -90,9 +69,23 @@ def test_attention_agrees_with_float64(
     out = torch.full_like(q, math.nan)
     attend(q, heads, sink, 512**-0.5, *given, out)
     assert out[:, heads:].isnan().all()
-    expected = exact(q[:, :heads], sink, 512**-0.5, parts)
+    expected = attention.exact(q[:, :heads], sink, 512**-0.5, parts)
     found = out[:, :heads].double()
     assert (found - expected).norm() < 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 11, 29, 64])
+@pytest.mark.parametrize("shape", products.SMALL.values(), ids=products.SMALL)
+def test_products_agree_with_float64(emulated_gpu: EmulatedGPU, tokens: int, shape: tuple[int, int, int]) -> None:
+    emulated_gpu.schedule(tokens)
+    products.agree(products.call(tokens, shape, apart=8), repeats=1)
+
+
+@pytest.mark.parametrize("scales", [(3, 20), (60, 200), (200, 230)], ids=str)
+def test_products_of_any_range(emulated_gpu: EmulatedGPU, scales: tuple[int, int]) -> None:
+    arguments = products.call(9, products.SMALL["ragged"], dtype=torch.float32, scales=scales)
+    arguments["x"].mul_(2.0 ** (90 - sum(scales) // 2))
+    products.agree(arguments)
 
 
 # What the emulator finds
@@ -203,7 +196,7 @@ def test_a_missing_fence_before_matrix_products_is_found(
     fence = "fence.proxy.async.shared::cta;\\n"
     assert fence in text
     monkeypatch.setattr(nvrtc, "source", lambda _: text.replace(fence, ""))
-    cache = cache_of(3, 64)
+    cache = attention.cache_of(3, 64, 1)
     indices, lengths = rows_of(cache, [32, 32, 32], 128)
     q = torch.randn(3, 64, 512).bfloat16()
     with pytest.raises(EmulationError, match=r"stored without fence\.proxy\.async since"):

@@ -265,6 +265,12 @@ def test_padding_gives_zeros_whatever_it_holds_and_spoils_nothing(
     agree(found.data[:, :live], expected.data[:, :live])
 
 
+def test_captured_steps_overlap_as_the_choice_of_kernels_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend(FlashMLA()).max_tokens_for_overlap == 0
+    monkeypatch.setattr(OnCpu, "read_choice", lambda self: Choice("sm_90", None, "hopper"))
+    assert backend(FlashMLA()).max_tokens_for_overlap == 256
+
+
 def test_its_own_projection_rotates_the_output_back(dyadic: Path) -> None:
     class Whole(FlashMLABackend):
         """With the products that it has on a GPU."""

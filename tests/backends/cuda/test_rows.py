@@ -15,8 +15,9 @@ import torch
 pytest.importorskip("triton")
 
 from dsv41.backends.cuda.rows import gather_rows
-from dsv41.backends.cuda.tables import pack_gathered, pack_slots
+from dsv41.backends.cuda.tables import pack_gathered, pack_selection, pack_slots
 from dsv41.backends.portable.caches import flat
+from dsv41.backends.portable.selection import selection_slots
 from dsv41.hal.layout import CacheLayout
 from dsv41.hal.records import RECORDS
 
@@ -64,6 +65,31 @@ def test_slots_are_packed_in_their_order() -> None:
     assert pack_slots(torch.zeros(0, 5, dtype=torch.long, device=DEVICE), 64)[0].shape == (0, 64)
 
 
+@pytest.mark.parametrize("width", [0, 1, 7, 512, 700])
+def test_a_selection_becomes_slots_and_is_packed_at_once(width: int) -> None:
+    """Positions that are empty, not visible, on missing pages and past the table, in any order; padding tokens."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randperm(28, generator=generator).view(4, 7).int()
+    wide[1, 2], wide[:, 5:] = -1, 1 << 30  # rows of a wider table
+    positions = torch.randint(-1, 24, (6, width + 3), generator=generator)
+    topk, pages = positions.to(DEVICE)[:, :width], wide.to(DEVICE)[:, :5]
+    visible = torch.tensor([20, 40, 2, 0, 20, 3], device=DEVICE)
+    requests = torch.tensor([0, 1, 3, 0, -1, 2], device=DEVICE)
+    slots, packed, lengths = pack_selection(topk, visible, requests, pages, 4, 64)
+    expected = selection_slots(topk, visible, requests, pages, 4)
+    assert torch.equal(slots, expected)
+    for found, wanted in zip((packed, lengths), pack_slots(expected, 64), strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    assert width < 512 or 0 < int(lengths[1]) < int(lengths[0]) < width
+
+
+def test_packing_a_selection_is_a_custom_op_like_any() -> None:
+    one, pages = torch.ones(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    topk = torch.tensor([[0, -1], [3, 0]], device=DEVICE)
+    torch.library.opcheck(pack_selection, (topk, one, one, pages, 4, 64))
+
+
 def test_gathered_rows_are_found_by_position() -> None:
     """Two requests, of which the first begins at row 3 of its own counting, and padding that belongs to none."""
     position = torch.tensor([5, 6, 0, -1], device=DEVICE)
@@ -92,6 +118,6 @@ def test_the_kernels_compile_once_for_each_architecture_and_keep_nothing_in_memo
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {name.split()[0] for name in found["spills"]} == {"sm_90", "sm_100"}
-    assert len(found["spills"]) == 6
+    assert len(found["spills"]) == 8
     assert set(found["spills"].values()) == {0}
     assert set(found["builds"].values()) == {1}, found["builds"]

@@ -167,7 +167,7 @@ def copies() -> list[int]:
 
 def keys_of_helpers() -> dict[str, list[str]]:
     """Globals that the key of a kernel knows of, and those that the keys of the functions that it calls do."""
-    from dsv41.backends.portable.norm import _norm_inputs
+    from dsv41.backends.portable.inputs import _norm_inputs
     from dsv41.backends.portable.quantize import store_mxfp8
 
     settle_key(_norm_inputs)

@@ -320,7 +320,7 @@ def test_a_step_can_be_watched_without_running_a_kernel(realistic: Path) -> None
 
     with watching(note):
         session.step({session.add_request(): noise(20, TOY.hidden_size).to(DEVICE)})
-    wanted = ("_score", "_mix", "_norm_inputs", "_rotate_insert", "_insert_rows", "_pool", "_index_queries")
+    wanted = ("_score", "_mix", "_norm_inputs", "_insert_rows", "_pool", "_index_queries")
     assert set(wanted) <= set(launched)
     assert {"_index_scores", "_block_maxima", "_top_k", "_selection_slots"} <= set(launched)
 

@@ -10,19 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv41.backends.portable.caches import flat
 from dsv41.backends.portable.compress import compress_rows
+from dsv41.backends.portable.launch import watching
 from dsv41.backends.reference import compress as reference
-from dsv41.backends.reference.norm import rms_norm
+from dsv41.backends.reference.norm import rms_norm, rotate
 from dsv41.backends.reference.planning import make_plan
+from dsv41.hal.layout import CacheLayout, PagedCache
+from dsv41.hal.records import INDEX_FP32
 from dsv41.hal.types import ForwardBatch, StepPlan
 
-from .common import DEVICE, close, noise
+from .common import DEVICE, close, copy_of, covering, layout_of, make_cache, memory, name_of, noise
+from .test_insert import KEYS, TABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EPS = 1e-20
-DIM, RING = 32, 5
+DIM, RING = 128, 5
 WEIGHT = noise(DIM, seed=9)
 
 
@@ -51,7 +56,25 @@ def expect(raw: Tensor, state: Tensor, plan: StepPlan, ratio: int, dtype: torch.
     return rms_norm(pooled.to(dtype), WEIGHT, EPS)
 
 
+def closing(plan: StepPlan, ratio: int) -> Tensor:
+    """Whether each token closes a group."""
+    return (plan.token_request >= 0) & ((plan.batch.positions + 1) % ratio == 0)
+
+
 def run(raw: Tensor, state: Tensor, plan: StepPlan, ratio: int, dtype: torch.dtype) -> Tensor:
+    """The latents, of which a cache has those of closed groups, rotated: a row for each token."""
+    cache = make_cache(layout_of(INDEX_FP32))
+    closes = closing(plan, ratio)
+    slots = torch.where(closes, torch.arange(len(closes), device=DEVICE), -1)
+    found = run_into(cache, slots, raw, state, plan, ratio, dtype)
+    rotated = rotate(found, plan.batch.positions.clamp(min=0) // ratio * ratio, TABLE)
+    torch.testing.assert_close(cache.read(slots[closes]), rotated[closes].float(), rtol=0, atol=0, equal_nan=True)
+    return found
+
+
+def run_into(
+    cache: PagedCache, slots: Tensor, raw: Tensor, state: Tensor, plan: StepPlan, ratio: int, dtype: torch.dtype
+) -> Tensor:
     batch = plan.batch
     return compress_rows(
         raw,
@@ -65,12 +88,15 @@ def run(raw: Tensor, state: Tensor, plan: StepPlan, ratio: int, dtype: torch.dty
         EPS,
         ratio,
         dtype,
+        TABLE,
+        slots,
+        *flat(cache),
     )
 
 
 def check(plan: StepPlan, found: Tensor, expected: Tensor, ratio: int) -> None:
     """Closed groups as the reference has them, but for exponentials and values that cancel; zeros elsewhere."""
-    closes = (plan.token_request >= 0) & ((plan.batch.positions + 1) % ratio == 0)
+    closes = closing(plan, ratio)
     close(found[closes], expected[closes], rtol=1e-5, atol=1e-5)
     assert (found[~closes] == 0).all()
 
@@ -104,6 +130,43 @@ def test_groups_are_pooled_across_steps(ratio: int, dtype: torch.dtype) -> None:
         check(plan, run(raw, state, plan, ratio, dtype), expected, ratio)
         torch.testing.assert_close(state, expected_state, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(state[[1, 3]].isnan(), torch.ones_like(state[[1, 3]], dtype=torch.bool))
+
+
+@pytest.mark.parametrize("ratio", [2, 4])
+def test_a_token_alone_is_pooled_and_kept_by_one_launch(ratio: int) -> None:
+    """Steps of one token, and of padding alone: the ring turns more than once."""
+    state, expected_state = states()
+    launched: list[str] = []
+
+    def note(launch: Any) -> bool:
+        launched.append(launch.kernel.__name__)
+        return True
+
+    for length in range(1, 14):
+        plan = plan_of([1], [length], state_slots=[3]) if length != 6 else plan_of([], [], padded=1)
+        raw = noise(1, 2, DIM, seed=length) * 3
+        expected = expect(raw, expected_state, plan, ratio, BF16)
+        with watching(note):
+            check(plan, run(raw, state, plan, ratio, BF16), expected, ratio)
+        torch.testing.assert_close(state, expected_state, rtol=0, atol=0, equal_nan=True)
+    assert launched == ["_pool"] * 13
+
+
+@pytest.mark.parametrize(("layout", "ratio", "dtype"), covering(KEYS, (2, 4), (BF16, FP32)), ids=name_of)
+def test_rows_are_inserted_where_their_slots_say(layout: CacheLayout, ratio: int, dtype: torch.dtype) -> None:
+    """At the position of the group's first token; all memory around the written rows stays as it was."""
+    plan, (state, _) = plan_of([8, 4], [8, 7], padded=1), states()
+    state.fill_(0.25)
+    closes = closing(plan, ratio)
+    slots = torch.where(closes, 3 + 5 * torch.arange(13, device=DEVICE), -1)
+    slots[7] = -1  # a group of nobody's
+    expected = make_cache(layout)
+    found = copy_of(expected)
+    latent = run_into(found, slots, noise(13, 2, DIM), state, plan, ratio, dtype)
+    rows = rotate(latent, plan.batch.positions.clamp(min=0) // ratio * ratio, TABLE)
+    assert latent[7].any()
+    expected.write(slots[slots >= 0], rows[slots >= 0])
+    assert torch.equal(memory(found), memory(expected))
 
 
 def test_padding_may_stand_inside_a_request() -> None:
@@ -158,4 +221,5 @@ def test_the_op_keeps_the_rules_of_custom_ops() -> None:
     plan, state = plan_of([3, 1], [3, 2]), noise(2, RING, 2, DIM)
     batch = plan.batch
     arguments = (plan.token_request, batch.positions, batch.state_slots, batch.query_start_loc, batch.seq_lens)
-    torch.library.opcheck(compress_rows, (noise(4, 2, DIM), state, *arguments, WEIGHT, EPS, 2, BF16))
+    step = (TABLE, torch.tensor([-1, 0, -1, 3], device=DEVICE), *flat(make_cache(layout_of(INDEX_FP32))))
+    torch.library.opcheck(compress_rows, (noise(4, 2, DIM), state, *arguments, WEIGHT, EPS, 2, BF16, *step))

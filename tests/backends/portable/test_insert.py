@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dsv41.backends.portable.caches import flat
-from dsv41.backends.portable.insert import insert_rows, rotate_insert
+from dsv41.backends.portable.insert import insert_rows
 from dsv41.backends.reference.norm import rms_norm, rotate
 from dsv41.config import DeepseekV41Config
 from dsv41.hal.layout import CacheLayout
-from dsv41.hal.records import INDEX_MXFP4_68, NVFP4_288, PLAIN_BF16, RECORDS, Dialect, v4_584, v41_528
+from dsv41.hal.records import INDEX_MXFP4_68, NVFP4_288, PLAIN_BF16, RECORDS, Dialect, v41_528
 from dsv41.rope import cos_sin_table
 
 from ...hal.layout_cases import layouts_of
@@ -26,13 +26,6 @@ POSITIONS = torch.tensor([0, 4095, -1, 130, 77], device=DEVICE)
 SLOTS = torch.tensor([16, 0, -1, -1, 63], device=DEVICE)
 """A page border, the first slot, none for padding, none for a token, the last slot."""
 
-LATENTS = [
-    layout
-    for record in RECORDS.values()
-    if record.dim == 512
-    for layout in layouts_of(record, PAGE_SIZE)
-    if layout.value_tile is None or layout.record in (PLAIN_BF16, v4_584(Dialect.FNUZ))
-]
 KEYS = [
     layout
     for record in RECORDS.values()
@@ -40,36 +33,6 @@ KEYS = [
     for layout in layouts_of(record, PAGE_SIZE)
     if not (layout.scale_tile and "fp32" in str(record.scale_format))
 ]
-
-
-@pytest.mark.parametrize(("layout", "dtype"), covering(LATENTS, (BF16, FP32)), ids=name_of)
-def test_latents_are_rotated_and_inserted(layout: CacheLayout, dtype: torch.dtype) -> None:
-    """All memory around the written rows stays as it was. What is quantised is the rounded rotation."""
-    expected = make_cache(layout)
-    found = copy_of(expected)
-    kv = noise(5, 512).to(dtype)
-    rotated = rotate(kv, POSITIONS, TABLE)
-    rotate_insert(noise(5, 1, 512), 1, kv, POSITIONS, TABLE, SLOTS, *flat(found))
-    assert torch.equal(kv, rotated)
-    expected.write(SLOTS, rotated)
-    assert torch.equal(memory(found), memory(expected))
-
-
-@pytest.mark.parametrize(
-    ("heads", "padded", "tokens", "dtype"), covering((0, 1, 3, 20), (0, 1, 17), (0, 1, 5), (BF16, FP32))
-)
-def test_heads_are_rotated_and_padded_ones_are_zeros(heads: int, padded: int, tokens: int, dtype: torch.dtype) -> None:
-    """Padded heads hold NaN before, and so does memory of others between the tokens."""
-    total = heads + padded
-    memory_ = torch.full((tokens, total + 2, 512), torch.nan, dtype=dtype, device=DEVICE)
-    q = memory_[:, :total]
-    q[:, :heads] = noise(tokens, heads, 512).to(dtype)
-    expected = torch.nn.functional.pad(rotate(q[:, :heads], POSITIONS[:tokens], TABLE), (0, 0, 0, padded))
-    cache = make_cache(layout_of(PLAIN_BF16))
-    positions, slots = POSITIONS[:tokens], SLOTS[:tokens]
-    rotate_insert(q, heads, noise(tokens, 512).to(dtype), positions, TABLE, slots, *flat(cache))
-    assert torch.equal(q, expected)
-    assert memory_[:, total:].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -113,11 +76,9 @@ def test_nan_and_infinity_in_front_of_the_rotated_dims_stay_there() -> None:
 
 
 def test_the_ops_keep_the_rules_of_custom_ops() -> None:
-    q, kv, key = noise(2, 3, 512), noise(2, 512), noise(2, 128)
+    row, key = noise(2, 512), noise(2, 128)
     latents = flat(make_cache(layout_of(v41_528(Dialect.OCP), placement="pool")))
     positions, slots = POSITIONS[:2], SLOTS[:2]
-    torch.library.opcheck(rotate_insert, (q, 2, kv, positions, TABLE, slots, *latents))
-    torch.library.opcheck(rotate_insert, (q, 2, kv, positions, TABLE, slots, *flat(make_cache(layout_of(PLAIN_BF16)))))
     keys = flat(make_cache(layout_of(INDEX_MXFP4_68)))
     torch.library.opcheck(insert_rows, (key, noise(128), EPS, positions, 2, TABLE, slots, *keys))
-    torch.library.opcheck(insert_rows, (kv, None, EPS, positions, 1, TABLE, slots, *latents))
+    torch.library.opcheck(insert_rows, (row, None, EPS, positions, 1, TABLE, slots, *latents))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv41.backends.portable.norm import norm_inputs, rms_norm
+from dsv41.backends.portable.norm import rms_norm
 from dsv41.backends.portable.quantize import quantize_mxfp8
 from dsv41.backends.reference import norm as reference
 from dsv41.backends.reference.quantize import mxfp8_round
@@ -53,25 +53,6 @@ def test_nan_stays_in_its_row() -> None:
     assert not found[[0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize(
-    ("rank", "dim", "tokens", "dtype", "quantize"),
-    covering((32, 48, 128, 1280), (128, 512), (0, 1, 3), (BF16, FP32), (False, True)),
-)
-def test_both_inputs_are_normed_at_once(rank: int, dim: int, tokens: int, dtype: torch.dtype, quantize: bool) -> None:
-    """The latent follows the query; behind it in the same rows stands NaN that belongs to others."""
-    fused = torch.full((tokens, rank + dim + 8), torch.nan, dtype=dtype, device=DEVICE)[:, : rank + dim]
-    fused.copy_(noise(tokens, rank + dim) * 3)
-    q_weight, kv_weight = noise(rank, seed=1).to(BF16), noise(dim, seed=2)
-    qr, codes, scales, kv = norm_inputs(fused, q_weight, kv_weight, EPS, quantize)
-    close(qr, reference.rms_norm(fused[:, :rank], q_weight, EPS))
-    close(kv, reference.rms_norm(fused[:, rank:], kv_weight, EPS))
-    if quantize:
-        assert scales.shape == (tokens, -(-rank // 32))
-        assert torch.equal(decoded(codes, scales, dtype), mxfp8_round(qr))
-    else:
-        assert codes.numel() == scales.numel() == 0
-
-
 @pytest.mark.parametrize(("columns", "dtype"), covering((1, 31, 32, 100, 2048, 2080), (BF16, FP32)))
 def test_mxfp8_is_the_references(columns: int, dtype: torch.dtype) -> None:
     """Groups far apart in size, zeros, saturation, a short last group, NaN and what follows it."""
@@ -99,5 +80,3 @@ def test_the_ops_keep_the_rules_of_custom_ops() -> None:
     x, weight = noise(2, 96), noise(64, seed=1)
     torch.library.opcheck(rms_norm, (x[:, :64], weight, EPS))
     torch.library.opcheck(quantize_mxfp8, (x,))
-    for quantize in (False, True):
-        torch.library.opcheck(norm_inputs, (x, weight[:32], weight, EPS, quantize))

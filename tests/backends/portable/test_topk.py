@@ -68,6 +68,24 @@ def test_fr_52_indexer_like_scores_lose_nothing(dtype: torch.dtype, k: int) -> N
     assert torch.equal(found, index.top_k(scores, allowed, k))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("apart", [128, 120, 100])
+def test_rows_of_a_wider_tensor_end_where_they_end(dtype: torch.dtype, apart: int) -> None:
+    """Read whole or one by one, whatever is behind them, in the row or past it, is not selected."""
+    lengths = [97, 96, 90, 41, 7, 1, 0]
+    wide = torch.full((len(lengths), apart), INF, dtype=dtype)
+    wide[:, :97] = indexer_like(len(lengths), 97).to(dtype)
+    scores = wide.to(DEVICE)[:, :97]
+    everywhere = torch.ones(scores.shape, dtype=torch.bool)
+    for held, allowed in ((None, everywhere), (lengths, within(scores, lengths))):
+        assert torch.equal(chosen(scores, 40, held), index.top_k(wide[:, :97], allowed, 40))
+    blocks = torch.arange(25, device=DEVICE).flip(0).expand(len(lengths), 25).contiguous()
+    visible = torch.tensor(lengths, device=DEVICE)
+    found = top_k(scores, None, 40, blocks, 4, visible).cpu()
+    dense = top_k(scores.contiguous(), None, 40, blocks, 4, visible).cpu()
+    assert torch.equal(found, dense)
+
+
 def test_a_row_of_a_million_positions() -> None:
     scores = indexer_like(1, 1 << 20).abs().bfloat16()
     assert 0.7 < (scores == 0).float().mean() < 0.9

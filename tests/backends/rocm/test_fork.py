@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from dsv41.backends.portable.fork import Fork
 from dsv41.backends.rocm.base import RocmBackend
-from dsv41.backends.rocm.fork import Fork
 from dsv41.checkpoint import load_checkpoint
 from dsv41.hal.types import AttnInputs, LayerState, StepPlan
 from dsv41.session import Session
@@ -22,6 +21,7 @@ from dsv41.stack import AttentionStack
 
 from ...model.portables import Interpreted
 from ...model.toys import MAX_LEN, TOY, signs
+from ..portable.streams import Lifetimes, Streams
 
 GPU = torch.cuda.is_available()
 ON_CPU = pytest.mark.skipif(GPU, reason="streams are recorded where there are none")
@@ -31,36 +31,6 @@ ON_CPU = pytest.mark.skipif(GPU, reason="streams are recorded where there are no
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-class Streams:
-    """`torch.cuda` as far as a fork needs it; `log` holds what was asked of it, and whatever else is put there."""
-
-    def __init__(self, *, capturing: bool = True) -> None:
-        self.capturing, self.log = capturing, list[str]()
-        self.current = Streams.One(self, "main")
-
-    class One:
-        def __init__(self, of: Streams, name: str) -> None:
-            self.of, self.name = of, name
-
-        def wait_stream(self, other: Streams.One) -> None:
-            self.of.log.append(f"{self.name} waits for {other.name}")
-
-    def Stream(self, device: torch.device) -> One:
-        return Streams.One(self, "side")
-
-    def current_stream(self, device: torch.device) -> One:
-        return self.current
-
-    def is_current_stream_capturing(self) -> bool:
-        return self.capturing
-
-    @contextmanager
-    def stream(self, stream: One) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
 
 class Noting(RocmBackend, Interpreted):
@@ -95,7 +65,7 @@ def step(path: Path, streams: Streams | None, tokens: int = 4, layers: tuple[int
 @ON_CPU
 def test_under_capture_compression_runs_beside_the_queries_and_joins_before_attention(dyadic: Path) -> None:
     """Once a layer that compresses, each part once, and the step gives what it gives in one stream."""
-    streams = Streams()
+    streams = Streams("side")
     found = step(dyadic, streams)
     assert streams.log == [
         "side waits for main",
@@ -110,15 +80,24 @@ def test_under_capture_compression_runs_beside_the_queries_and_joins_before_atte
 
 
 @ON_CPU
+def test_what_the_branch_reads_is_held_until_it_is_joined(dyadic: Path) -> None:
+    streams = Streams("side")
+    with Lifetimes(streams) as lifetimes:
+        step(dyadic, streams)
+    assert "main waits for side" in streams.log
+    assert lifetimes.freed == []
+
+
+@ON_CPU
 @pytest.mark.parametrize(("capturing", "most"), [(False, 256), (True, 3)])
 def test_otherwise_a_step_runs_in_one_stream(
     dyadic: Path, capturing: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outside a graph, and with more tokens than the limit."""
     monkeypatch.setattr(RocmBackend, "max_tokens_for_overlap", most)
-    streams = Streams(capturing=capturing)
+    streams = Streams("side", capturing=capturing)
     step(dyadic, streams, layers=(1,))
-    assert streams.log == ["queries on main", "compressed on main", "attention on main"]
+    assert streams.log == ["compressed on main", "queries on main", "attention on main"]
 
 
 def test_without_streams_nothing_forks() -> None:

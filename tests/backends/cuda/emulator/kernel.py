@@ -24,7 +24,7 @@ class _Launch(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3),
         ("ranks", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
+        ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("parameters", ctypes.c_void_p),
@@ -71,6 +71,7 @@ class EmulatedKernel:
         grid: int | tuple[int, int, int],
         *arguments: Any,
         ranks: int = 1,
+        block: tuple[int, int, int] | None = None,
         early: bool = False,
     ) -> None:
         """`grid` CTAs, or clusters where `ranks` CTAs make one. A plain int is a pointer, 0 for none."""
@@ -82,8 +83,9 @@ class EmulatedKernel:
         parameters = (ctypes.c_uint64 * len(arguments))(*map(_bits, arguments))
         ranges = _ranges([argument for argument in arguments if isinstance(argument, int) and argument])
         bounds = (ctypes.c_uint64 * (2 * len(ranges)))(*(bound for pair in ranges for bound in pair))
+        sizes = (ctypes.c_uint32 * 3)(*(block or (self._threads, 1, 1)))
         launch = _Launch(
-            (ctypes.c_uint32 * 3)(*shape), ranks, self._threads, self._shared_bytes, type(self).seed,
+            (ctypes.c_uint32 * 3)(*shape), ranks, sizes, self._shared_bytes, type(self).seed,
             ctypes.addressof(parameters), len(ranges), ctypes.addressof(bounds),
         )  # fmt: skip
         said = self._library.emulate(ctypes.byref(launch))

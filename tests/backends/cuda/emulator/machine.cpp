@@ -104,7 +104,8 @@ struct Bulk {
 
 // As Python fills it.
 struct Launch {
-    u32 grid[3], ranks, threads, shared_bytes;
+    u32 grid[3], ranks, block[3], shared_bytes;
+    u32 threads() const { return block[0] * block[1] * block[2]; }
     u64 seed;
     const u64* parameters;
     u64 ranges;
@@ -926,11 +927,11 @@ static void clear() {
 static void make_cluster(const Launch& launch, u32 x, u32 y, u32 z) {
     clear();
     machine.live = 0, machine.cluster_arrived = 0, machine.cluster_phase = 0;
-    u32 warps = (launch.threads + 31) / 32, bytes = (launch.shared_bytes + 15) / 16 * 16;
+    u32 warps = (launch.threads() + 31) / 32, bytes = (launch.shared_bytes + 15) / 16 * 16;
     for (u32 rank = 0; rank < launch.ranks; rank++) {
         Cta* cta = new Cta();
         machine.ctas.push_back(cta);
-        cta->rank = rank, cta->live = launch.threads;
+        cta->rank = rank, cta->live = launch.threads();
         cta->room.assign(bytes + 16, 0xff);
         cta->shared = cta->room.data() + (16 - (u64)cta->room.data() % 16) % 16;
         cta->written.assign(bytes / 16 + 1, 0);
@@ -939,12 +940,13 @@ static void make_cluster(const Launch& launch, u32 x, u32 y, u32 z) {
             cta->warps.push_back(w), machine.warps.push_back(w);
             w->cta = cta, w->index = i, w->priority = draw(1u << 30);
         }
-        for (u32 i = 0; i < launch.threads; i++) {
+        for (u32 i = 0; i < launch.threads(); i++) {
             Fiber* f = new Fiber();
             f->cta = cta, f->warp = cta->warps[i / 32], f->tid = i, f->lane = i % 32;
             f->ctaid[0] = x * launch.ranks + rank, f->ctaid[1] = y, f->ctaid[2] = z;
             f->nctaid[0] = launch.grid[0] * launch.ranks, f->nctaid[1] = launch.grid[1], f->nctaid[2] = launch.grid[2];
-            f->ntid = launch.threads, f->cluster_rank = rank, f->cluster_size = launch.ranks;
+            f->ntid = launch.threads(), memcpy(f->block, launch.block, sizeof f->block);
+            f->cluster_rank = rank, f->cluster_size = launch.ranks;
             f->shared_first = (rank << RANK_SHIFT) + RESERVED, f->shared_bytes = launch.shared_bytes;
             f->shared = cta->shared, f->written = cta->written.data(), f->clock = &machine.clock;
             f->parameters = launch.parameters;
@@ -964,7 +966,7 @@ extern "C" const char* emulate(const Launch* launch) {
     machine.random = launch->seed * 0x9e3779b97f4a7c15ull + 0x1234567;
     machine.clock = 1;
     machine.last_begin = machine.last_end = 0;
-    machine.stack_bytes = (size_t)launch->ranks * launch->threads * STACK;
+    machine.stack_bytes = (size_t)launch->ranks * launch->threads() * STACK;
     machine.stacks = (u8*)mmap(nullptr, machine.stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (machine.stacks == MAP_FAILED) return "no memory for the threads' stacks";
     bool failed = _setjmp(machine.failure);

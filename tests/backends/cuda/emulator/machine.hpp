@@ -27,7 +27,7 @@ struct Cta;
 struct Thread {
     Cta* cta;
     Warp* warp;
-    u32 tid, lane, ctaid[3], nctaid[3], ntid, cluster_rank, cluster_size;
+    u32 tid, lane, ctaid[3], nctaid[3], block[3], ntid, cluster_rank, cluster_size;
     u32 shared_first, shared_bytes;  // the first address of this CTA's shared memory, and its size
     u8* shared;                      // what lies there
     u64* written;                    // of each 16 bytes of it: when a thread stored there last, and which

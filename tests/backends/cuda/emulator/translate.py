@@ -136,7 +136,9 @@ _FLOAT_COMPARISONS = {
     "nan": "{a} != {a} || {b} != {b}",
 }  # fmt: skip
 _SPECIAL = {
-    "%tid.x": "t.tid", "%tid.y": "0u", "%tid.z": "0u", "%ntid.x": "t.ntid", "%ntid.y": "1u", "%ntid.z": "1u",
+    "%tid.x": "(t.tid % t.block[0])", "%tid.y": "(t.tid / t.block[0] % t.block[1])",
+    "%tid.z": "(t.tid / t.block[0] / t.block[1])", "%ntid.x": "t.block[0]", "%ntid.y": "t.block[1]",
+    "%ntid.z": "t.block[2]",
     "%ctaid.x": "t.ctaid[0]", "%ctaid.y": "t.ctaid[1]", "%ctaid.z": "t.ctaid[2]",
     "%nctaid.x": "t.nctaid[0]", "%nctaid.y": "t.nctaid[1]", "%nctaid.z": "t.nctaid[2]",
     "%laneid": "t.lane", "%cluster_ctarank": "t.cluster_rank", "%cluster_nctarank": "t.cluster_size",

@@ -1,4 +1,4 @@
-"""One branch of a step beside the rest of it, while a graph is captured; otherwise everything is in one stream.
+"""A branch of a step beside the rest of it, while a graph is captured; otherwise everything is in one stream.
 
 Outside a captured graph streams wait for one another by events at run time, in which HIP was reported to hang.
 Captured, a wait is an edge between two nodes of the graph, and nothing waits for an event when it is replayed.
@@ -7,7 +7,8 @@ Memory. The caching allocator gives a freed block to the next tensor of the stre
 without `record_stream`: a branch begins by waiting for all that the main stream was given so far, so what it allocates
 anew was last used before, on either stream; and `join` makes the main stream wait for all of the branch, so what the
 main stream allocates afterwards is not read by it any more. Between the two, the main stream must free nothing that the
-branch reads: callers hold the inputs of a branch until they have joined it.
+branch reads: callers hold the inputs of a branch until they have joined it. Several forks may be open at a time where
+none reads what another allocates.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Fork:
     def __init__(self, device: torch.device, streams: Any = None) -> None:
         self._device, self._streams = device, streams
         self._side = None if streams is None else streams.Stream(device)
+        self._branched = False
 
     @staticmethod
     def of(device: torch.device) -> Fork:
@@ -38,12 +40,16 @@ class Fork:
 
     @contextmanager
     def branch(self) -> Iterator[None]:
-        """What is launched inside runs after all that was launched before, and beside what follows until `join`."""
+        """What is launched inside runs after all that was launched before, and beside what follows until `join`. A
+        second branch before it follows the first."""
         assert self._side is not None
+        self._branched = True
         self._side.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._side):
             yield
 
     def join(self) -> None:
-        """What follows runs after the branch."""
-        self._streams.current_stream(self._device).wait_stream(self._side)
+        """What follows runs after the branches that were not joined yet, if there are any."""
+        if self._branched:
+            self._branched = False
+            self._streams.current_stream(self._device).wait_stream(self._side)

@@ -1,0 +1,245 @@
+"""Index scores and the choice by them on Hopper: the launches of `kernels/index_*.cu`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsv41.backends import vendor
+from dsv41.backends.cuda.build import Build
+from dsv41.backends.cuda.launch import Kernel, int32, int64, pointer, uint32
+from dsv41.errors import BackendError
+from dsv41.hal.layout import CacheLayout, ScalePlacement
+from dsv41.hal.records import INDEX_MXFP4_68
+from dsv41.hal.types import LayerSpec
+
+BLOCK = 8
+"""Neighbouring positions of which the best score is kept: a candidate block."""
+PADDING = 128
+"""Columns, at most, that a row of scores or of best scores has room for beyond its own."""
+_RECORD = INDEX_MXFP4_68
+_HEADS, _TILE, _LEAST_PAGE = 32, 64, 16
+_WAVES = 2
+"""How often as many scoring CTAs as run at a time there are: some end early, where tokens see less than others."""
+_KEYS = 32768
+"""Scores that a CTA of the choice holds."""
+_MOST_CHOSEN = 2048
+_RANKS = (16, 8, 4, 2, 1)
+"""CTAs that share a token's choice."""
+_ROOM = _KEYS - BLOCK * BLOCK
+"""Of these, what a CTA can have of a token that is cut at multiples of eight blocks."""
+_LEAST_COLUMNS = 512
+"""Columns that are worth a CTA."""
+
+
+def scoring(*, candidates: bool, ctas: int, depth: int) -> Build:
+    """`ctas` on a multiprocessor, each reading `depth` tiles ahead."""
+    defines = {"CANDIDATES": int(candidates), "CTAS": ctas, "DEPTH": depth}
+    return Build("index_scores", "scores", 128, ctas, _HEADS * _RECORD.dim * 2, defines)
+
+
+_ALL = scoring(candidates=False, ctas=4, depth=3)
+_CANDIDATES = scoring(candidates=True, ctas=4, depth=2)
+_CHOICE = Build(
+    "index_choice",
+    "other",
+    512,
+    2,
+    _KEYS * 2 + _MOST_CHOSEN * 4 + 4 * 256 * 4 + 80,
+    {"KEYS": _KEYS, "MOST_BLOCKS": _MOST_CHOSEN},
+)
+BUILDS = (_ALL, _CANDIDATES, _CHOICE)
+
+
+def serves(spec: LayerSpec, layout: CacheLayout, dtype: torch.dtype) -> bool:
+    """Whether these kernels score keys of this layout for layers like this, and choose as they do."""
+    size = layout.page_size
+    plain = layout.value_tile is None and layout.scale_tile is None and layout.scale_placement is ScalePlacement.PAGE
+    pages = size >= _LEAST_PAGE and size & (size - 1) == 0 and layout.alignment % 16 == 0
+    restricts = spec.publishes_candidates or spec.reads_candidates
+    # One block more than rows, for the newest need not hold any of the best.
+    blocks = not restricts or (spec.candidate_block_size == BLOCK and spec.topk < spec.candidate_blocks <= _MOST_CHOSEN)
+    return (
+        layout.record == _RECORD
+        and plain
+        and pages
+        and blocks
+        and dtype == torch.bfloat16
+        and spec.index_heads <= _HEADS
+        and spec.index_dim == _RECORD.dim
+        and spec.topk <= _MOST_CHOSEN
+    )
+
+
+def holds(columns: int, restricted: bool) -> bool:
+    """Whether so many columns can be chosen among; restricted to candidates, each is looked at, and not only blocks."""
+    return _held(columns, restricted) <= _RANKS[0] * _ROOM
+
+
+@torch.library.custom_op("dsv41::index_scores_mxfp4", mutates_args=("scores", "best"))
+def index_scores(
+    queries: Tensor,
+    head_weights: Tensor,
+    pages: Tensor,
+    token_request: Tensor,
+    num_visible: Tensor,
+    candidates: Tensor | None,
+    data: Tensor,
+    page_size: int,
+    scores: Tensor,
+    best: Tensor | None,
+) -> None:
+    """`scores[t, c] = sum_h w[h] * relu(q[h] . k[j])` of every token and every position j that it sees, and the `best`
+    of every 8 columns, NaN where none is a number.
+
+    As the portable `index_scores`, in bf16, of keys in MXFP4, uint8 `[pages, bytes]`, 16-byte aligned pages with the
+    scales behind all values: `queries` `[T, at most 32, 128]`, `scores` `[T, W]`, `best` `[T, >= ceil(W / 8)]`. With
+    `candidates` int64 `[T, B]` a column stands for a position of a block of 8.
+
+    Raises BackendError for tensors that the kernel would misread.
+    """
+    tokens, heads, _ = queries.shape
+    columns = scores.shape[1]
+    if candidates is not None:
+        columns = min(columns, candidates.shape[1] * BLOCK)
+    _check(queries, head_weights, pages, token_request, num_visible, candidates, data, scores, best)
+    if tokens == 0 or columns == 0:
+        return
+    build = _ALL if candidates is None else _CANDIDATES
+    kernel = _loaded(build, queries.device.index)
+    tiles = -(-columns // _TILE)
+    splits = min(tiles, max(1, _WAVES * build.ctas_per_sm * kernel.multiprocessors // tokens))
+    value_bytes = page_size * (_RECORD.bytes - _RECORD.scale_bytes)
+    arguments = [
+        pointer(queries), int64(queries.stride(0)), int64(queries.stride(1)),
+        pointer(head_weights), int64(head_weights.stride(0)), int32(heads),
+        pointer(token_request), pointer(num_visible),
+        pointer(data), uint32(data.stride(0)), uint32(page_size.bit_length() - 1), uint32(page_size - 1),
+        uint32(value_bytes), int32(len(data)), pointer(pages), int64(pages.stride(0)), int32(pages.shape[1]),
+        pointer(candidates), int64(candidates.stride(0) if candidates is not None else 0),
+        pointer(scores), int64(scores.stride(0)),
+        pointer(best), int64(best.stride(0) if best is not None else 0), int32(columns),
+    ]  # fmt: skip
+    with torch.cuda.device(queries.device):
+        kernel.launch(queries.device, (splits, tokens, 1), *arguments)
+
+
+@torch.library.custom_op("dsv41::index_choice", mutates_args=())
+def index_choice(
+    scores: Tensor,
+    best: Tensor | None,
+    num_visible: Tensor,
+    candidates: Tensor | None,
+    num_rows: int,
+    num_blocks: int,
+) -> tuple[Tensor, Tensor]:
+    """The `num_rows` best positions of each token, int64 `[T, num_rows]`, and the `num_blocks` best blocks, int64
+    `[T, num_blocks]` with the newest always among them; both ascending, -1 where there are fewer.
+
+    `scores` and `best` are what `index_scores` left, rows of them 16-byte aligned with room for a multiple of 8; with
+    `candidates` blocks are not chosen, and `best` is not looked at. As the portable `top_k`: NaN is never selected,
+    -inf is, -0 equals 0, and of equal scores the smaller columns win.
+    """
+    tokens, columns = scores.shape
+    rows, blocks = _empty(scores, best, num_visible, candidates, num_rows, num_blocks)
+    if candidates is not None:
+        columns = min(columns, candidates.shape[1] * BLOCK)
+    if (best is None) == (candidates is None):
+        raise BackendError("index_choice takes the best of every block, or candidates: expected one of them; give it")
+    if tokens == 0:
+        return rows, blocks
+    kernel, clusters = _chooser(scores.device.index)
+    ranks = _ranks(tokens, columns, candidates is not None, clusters)
+    arguments = [
+        pointer(scores), int64(scores.stride(0)), pointer(best), int64(best.stride(0) if best is not None else 0),
+        int32(columns), pointer(num_visible), pointer(candidates),
+        int64(candidates.stride(0) if candidates is not None else 0),
+        pointer(rows), int32(num_rows), pointer(blocks) if num_blocks else 0, int32(num_blocks or num_rows),
+    ]  # fmt: skip
+    with torch.cuda.device(scores.device):
+        kernel.launch(scores.device, tokens, *arguments, ranks=ranks)
+    return rows, blocks
+
+
+@index_choice.register_fake
+def _empty(
+    scores: Tensor,
+    best: Tensor | None,
+    num_visible: Tensor,
+    candidates: Tensor | None,
+    num_rows: int,
+    num_blocks: int,
+) -> tuple[Tensor, Tensor]:
+    tokens = scores.shape[0]
+    return num_visible.new_empty(tokens, num_rows), num_visible.new_empty(tokens, num_blocks)
+
+
+def _held(columns: int, restricted: bool) -> int:
+    """Scores that the CTAs of a token have to hold."""
+    blocks = -(-columns // BLOCK)
+    return blocks * BLOCK if restricted else blocks
+
+
+def _ranks(tokens: int, columns: int, restricted: bool, clusters: Mapping[int, int]) -> int:
+    """CTAs that share a token: as many as all run at once and have enough to do, but enough to hold its scores. Raises
+    BackendError where none are."""
+    held = _held(columns, restricted)
+    fitting = [ranks for ranks in _RANKS if held <= ranks * _ROOM]
+    if not fitting:
+        raise BackendError(
+            f"index_choice was given {held} scores a token to hold: expected at most {_RANKS[0] * _ROOM}; use the "
+            "portable kernels"
+        )
+    useful = (ranks for ranks in fitting if columns >= ranks * _LEAST_COLUMNS and tokens <= clusters[ranks])
+    return next(useful, fitting[-1])
+
+
+def _check(
+    queries: Tensor,
+    head_weights: Tensor,
+    pages: Tensor,
+    token_request: Tensor,
+    num_visible: Tensor,
+    candidates: Tensor | None,
+    data: Tensor,
+    scores: Tensor,
+    best: Tensor | None,
+) -> None:
+    """Raise BackendError for what the kernel would misread."""
+    tokens, heads, dim = queries.shape
+    narrow = {"queries": queries, "head_weights": head_weights, "scores": scores}
+    if best is not None:
+        narrow["best"] = best
+    wrong = [name for name, x in narrow.items() if x.dtype != torch.bfloat16 or len(x) != tokens or x.stride(-1) != 1]
+    if heads > _HEADS or dim != _RECORD.dim or any(n % 8 for n in (*queries.stride()[:2], queries.data_ptr() // 2)):
+        wrong.append("queries")
+    if data.dtype != torch.uint8 or data.stride(-1) != 1 or (data.data_ptr() | data.stride(0)) % 16:
+        wrong.append("data")
+    if pages.dtype != torch.int32 or pages.stride(-1) != 1:
+        wrong.append("pages")
+    wide = {"token_request": token_request, "num_visible": num_visible, "candidates": candidates}
+    wrong += [
+        name
+        for name, x in wide.items()
+        if x is not None and (x.dtype != torch.int64 or x.stride(-1) != 1 or len(x) != tokens)
+    ]
+    if wrong:
+        raise BackendError(
+            f"index_scores_mxfp4 was given {', '.join(dict.fromkeys(wrong))} in another form ({vendor.words(narrow)}): "
+            "expected what its documentation says; give it so, or use the portable kernels"
+        )
+
+
+@cache
+def _loaded(build: Build, device: int) -> Kernel:
+    return Kernel(build.kernel, build.cubin(), device, build.threads, build.shared_bytes)
+
+
+@cache
+def _chooser(device: int) -> tuple[Kernel, dict[int, int]]:
+    """The kernel, and how many clusters of each size run at a time."""
+    kernel = _loaded(_CHOICE, device)
+    return kernel, {ranks: kernel.most_clusters(ranks) for ranks in _RANKS}

@@ -1,0 +1,296 @@
+// Products of few tokens in bf16 and e4m3 weights with a power of two for each block of 32 x 32: sm_90a.
+//
+// Compiled with TOKENS (8, 16, 32 or 64, the most of a call), TILES (of 16 rows of weights that a warp has), MOST_WARPS,
+// STEP (64 or 128 columns) and DEPTH (steps that a thread has in flight), COLUMNS (the most that a CTA has, of which
+// activations lie in shared memory), CTAS_PER_SM and SHARED_BYTES (what a launch gives) defined.
+//
+// Few tokens are bound by reading the weights once. These go the shortest way: 16 bytes a load into the registers that
+// the matrix instructions (m16n8k16, 16 rows of weights and 8 tokens) take them from, never through shared memory. A warp
+// has a band of rows and a slice of the columns; a cluster of CTAs shares the columns of its bands too. At the end, sums
+// lie in shared memory, and every CTA adds up and writes a part of the rows, always in the same order.
+//
+// A thread of the instruction needs columns 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, t being its place among four. It has 16
+// neighbours of 64 columns instead, of which each four are its part of an instruction. That is another order of columns,
+// the same for both operands, so activations stay as they are too: what a thread needs of them for two instructions is 16
+// bytes side by side.
+//
+// Weights do not depend on the launch ahead of this one: they are requested before it has ended, activations after.
+//
+// Numbers: weights are exact in bf16, and so are products in fp32, which sums are in.
+
+#include "common.cuh"
+
+#define CHUNKS (STEP / 64)
+#define STEPS (COLUMNS / STEP)
+#define ALL 0xffffffffu
+#define LANES (STEP / 8)     // that copy a step of a token
+#define ROWS (TILES * 16)    // of a band
+#define BLOCKS (TOKENS / 8)
+#define PITCH (COLUMNS * 2 + 16)  // bytes: an odd number of 16, so two tokens, and their four threads, share no bank
+#define SUMS (ROWS + 4)           // of a token, with which two tokens of a thread's four are 8 banks apart
+#define PARTS_AT_ONCE 4
+
+struct Shared {
+    union {
+        u8 activations[TOKENS][PITCH];
+        float sums[MOST_WARPS][TOKENS][SUMS];
+    };
+    u64 full[STEPS];
+};
+static_assert((STEP == 64 || STEP == 128) && COLUMNS % STEP == 0, "columns come by steps");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
+
+// Instructions
+
+__device__ inline void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// Volatile, so that they stay ahead of what is waited for. A row is read to its end, so the memory may be asked for more of it.
+__device__ inline uint4 load_weights(const u8* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+
+// 2 or 4 bytes.
+template <int BYTES>
+__device__ inline u32 load_some(const u8* from) {
+    u32 v;
+    if (BYTES == 4) {
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
+        return v;
+    }
+    u16 half;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(half) : "l"(from));
+    return half;
+}
+
+__device__ inline void copy_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ inline uint4 load_shared_4(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+    return v;
+}
+
+__device__ inline float4 load_remote_4(u32 from) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
+    return v;
+}
+
+__device__ inline void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Weights as bf16
+
+// Two e4m3 bytes of a word over 2^120: each widened to 16 bits with its sign, then moved to where the fields of a bf16 are.
+__device__ inline u32 widened(u32 word, bool upper) {
+    u32 wide;
+    if (upper) asm("prmt.b32 %0, %1, 0, 0xb3a2;" : "=r"(wide) : "r"(word));
+    else asm("prmt.b32 %0, %1, 0, 0x9180;" : "=r"(wide) : "r"(word));
+    return (wide << 4) & 0x87f087f0u;
+}
+
+__device__ inline u32 scaled(u32 pair, u32 by) {
+    u32 product;
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
+    return product;
+}
+
+// Twice the power of two whose exponent is one byte of a word, 0 for a byte of 0.
+__device__ inline u32 power_pair(u32 word, u32 which) {
+    u32 pair;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(pair) : "r"(word), "r"(which));
+    return pair << 7;
+}
+
+// A scale is 2^(byte - 127), and 2^120 are to be put back. For bytes up to MOST one bf16 is enough. Larger ones have a turn
+// of their own, which leaves the 2^120 to the sums.
+#define MOST 134
+#define PUT_BACK 120
+__device__ inline u32 over(u32 word) { return __vcmpgtu4(word, MOST * 0x01010101u); }
+
+__device__ inline u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Of a step: 16 bytes of each 64 columns of a thread's two rows.
+struct Raw {
+    uint4 chunks[CHUNKS][TILES][2];
+};
+
+// The grid is (ranks of a cluster, clusters of a group's rows, groups). A cluster has `bands` (threadIdx.z) of rows, a CTA
+// of it `slices` (threadIdx.y) of the columns. Slices have `share` steps each, and the first `extra` of them one more.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) products(
+    const u8* weights,    // [groups * rows, columns]
+    const u8* scales,     // [ceil(groups * rows / 32), columns / 32]
+    int rows, int columns, int share, int extra,
+    const u16* x, i64 x_stride, i64 x_group_stride, int tokens,  // [tokens, groups, columns]
+    void* out, i64 out_stride, int out_is_fp32) {                // [tokens, groups * rows]
+    extern __shared__ __align__(16) u8 memory[];
+    Shared& s = *(Shared*)memory;
+    let_next_launch_begin();
+    int lane = threadIdx.x, slices = blockDim.y, bands = blockDim.z;
+    int slice = __shfl_sync(ALL, threadIdx.y, 0), band = __shfl_sync(ALL, threadIdx.z, 0), warp = band * slices + slice;
+    int rank = blockIdx.x, ranks = gridDim.x, group = blockIdx.z, first_row = blockIdx.y * bands * ROWS;
+    auto begin_of = [&](int part) { return part * share + min(part, extra); };
+    int first_step = begin_of(rank * slices), begin = begin_of(rank * slices + slice);
+    int steps = begin_of(rank * slices + slice + 1) - begin;
+
+    // Rows past the end are those of the last tile, which are not written again.
+    u32 row[TILES], from[TILES][2];
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        row[i] = group * rows + min(first_row + band * ROWS + i * 16, rows - 16);
+        from[i][0] = (row[i] + lane / 4) * columns + begin * STEP + lane % 4 * 16;
+        from[i][1] = from[i][0] + 8 * columns;
+    }
+    auto load = [&](Raw& raw, int step, int chunk) {
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) raw.chunks[chunk][i][r] = load_weights(weights + from[i][r] + step * STEP + chunk * 64);
+    };
+    auto advance = [&](int by) {
+#pragma unroll
+        for (int i = 0; i < TILES * 2; i++) from[i / 2][i % 2] += by * STEP;
+    };
+    Raw raw[DEPTH] = {};
+    auto begin_loading = [&]() {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++)
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; chunk++)
+                if (d < steps) load(raw[d], d, chunk);
+    };
+    begin_loading();
+
+    // A lane has the scales of a step.
+    u32 scale[TILES];
+    auto load_scales = [&]() {
+#pragma unroll
+        for (int i = 0; i < TILES; i++) scale[i] = load_some<STEP / 32>(scales + (row[i] / 32 * (columns / STEP) + begin + min(lane, steps - 1)) * (STEP / 32));
+    };
+    load_scales();
+
+    u64* full = s.full + (begin - first_step);
+    if (band == 0 && lane == 0) {
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) barrier_init(full + step, bands * 32);
+    }
+    __syncthreads();
+    wait_for_launch_ahead();
+
+    // The warps of a slice copy its activations: some tokens at a time, a lane 16 bytes of a step. What is in the place of
+    // tokens past the last makes sums that nobody reads.
+    u8* place = s.activations[0] + (begin - first_step) * STEP * 2;
+    const u16* activations = x + group * x_group_stride + begin * STEP + lane % LANES * 8;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+#pragma unroll 1
+        for (int token = (band * 32 + lane) / LANES; token < tokens; token += bands * 32 / LANES)
+            copy_16(address(place + token * PITCH + step * STEP * 2 + lane % LANES * 16), activations + token * x_stride + step * STEP);
+        barrier_arrive_after_copies(full + step);
+    }
+
+    float sums[TILES][BLOCKS][4] = {};
+    u32 which = 0x4040 + lane % 4 / 2 * 0x0101;  // of the scales of a step, in its first 64 columns
+    bool large = false;
+#pragma unroll
+    for (int i = 0; i < TILES; i++) large |= over(scale[i]) != 0;
+    large = __any_sync(ALL, large);
+    while (true) {
+        u32 powers[TILES];
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            u32 large_ones = scale[i] & over(scale[i]);
+            powers[i] = large ? large_ones : (scale[i] - large_ones + PUT_BACK * 0x01010101u) & ~over(scale[i]);
+        }
+        u32 at = address(place + lane / 4 * PITCH + lane % 4 * 32);
+#pragma unroll 1
+        for (int first = 0; first < steps; first += DEPTH) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                int step = first + d;
+                if (step >= steps) break;
+                u32 word[TILES];
+#pragma unroll
+                for (int i = 0; i < TILES; i++) word[i] = __shfl_sync(ALL, powers[i], step);
+                barrier_wait(full + step, 0);
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; chunk++) {
+                    u32 by[TILES];
+#pragma unroll
+                    for (int i = 0; i < TILES; i++) by[i] = power_pair(word[i], which + chunk * 0x0202);
+#pragma unroll
+                    for (int pair = 0; pair < 2; pair++) {
+                        u32 a[2][TILES][4];
+#pragma unroll
+                        for (int i = 0; i < TILES; i++)
+#pragma unroll
+                            for (int n = 0; n < 8; n++)
+                                a[n / 4][i][n % 4] = scaled(widened(word_of(raw[d].chunks[chunk][i][n % 2], pair * 2 + n / 4), n % 4 / 2), by[i]);
+#pragma unroll
+                        for (int block = 0; block < BLOCKS; block++) {
+                            uint4 b = load_shared_4(at + block * 8 * PITCH + chunk * 128 + pair * 16);
+#pragma unroll
+                            for (int i = 0; i < TILES; i++) multiply(sums[i][block], a[0][i], b.x, b.y);
+#pragma unroll
+                            for (int i = 0; i < TILES; i++) multiply(sums[i][block], a[1][i], b.z, b.w);
+                        }
+                    }
+                    if (step + DEPTH < steps) load(raw[d], d + DEPTH, chunk);
+                }
+                at += STEP * 2;
+            }
+            advance(DEPTH);
+        }
+        if (!large) break;
+        large = false;
+        advance(-(steps + DEPTH - 1) / DEPTH * DEPTH);
+#pragma unroll
+        for (int n = 0; n < TILES * BLOCKS * 4; n++) sums[n / 4 / BLOCKS][n / 4 % BLOCKS][n % 4] *= __int_as_float(PUT_BACK + 127 << 23);
+        begin_loading(), load_scales();
+    }
+
+    // Sums take the place of activations that other warps may still read.
+    __syncthreads();
+    float* to = &s.sums[warp][lane % 4 * 2][lane / 4];
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int n = 0; n < BLOCKS * 4; n++) to[(n / 4 * 8 + n % 2) * SUMS + i * 16 + n % 4 / 2 * 8] = sums[i][n / 4][n % 4];
+    if (ranks > 1) cluster_meet();
+    else __syncthreads();
+
+    // Warps of all CTAs take turns at tokens, a lane four rows.
+    int live_rows = min(bands * ROWS, rows - first_row), warps = slices * bands;
+    for (int token = rank * warps + warp; token < tokens; token += ranks * warps) {
+#pragma unroll 1
+        for (int at = lane * 4; at < live_rows; at += 128) {
+            u32 first = address(&s.sums[at / ROWS * slices][token][at % ROWS]);
+            int part_slice = 0, part_rank = 0;
+            float4 sum = {0, 0, 0, 0};
+#pragma unroll 1
+            while (part_rank < ranks) {
+                float4 v[PARTS_AT_ONCE] = {};
+#pragma unroll
+                for (int i = 0; i < PARTS_AT_ONCE; i++) {
+                    if (part_rank < ranks) v[i] = load_remote_4(in_rank(first + part_slice * (int)sizeof(s.sums[0]), part_rank));
+                    if (++part_slice == slices) part_slice = 0, part_rank++;
+                }
+#pragma unroll
+                for (int i = 0; i < PARTS_AT_ONCE; i++) sum.x += v[i].x, sum.y += v[i].y, sum.z += v[i].z, sum.w += v[i].w;
+            }
+            i64 where = token * out_stride + (i64)group * rows + first_row + at;
+            if (out_is_fp32) *(float4*)((float*)out + where) = sum;
+            else *(uint2*)((u16*)out + where) = {pair_of(sum.x, sum.y), pair_of(sum.z, sum.w)};
+        }
+    }
+    // Before what others read is gone.
+    if (ranks > 1) cluster_arrive_relaxed(), cluster_wait();
+}

@@ -1,0 +1,249 @@
+"""Products of at most 64 tokens with block-scaled fp8 weights on Hopper: the launch of `kernels/products.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsv41.backends import vendor
+from dsv41.backends.cuda.build import Build
+from dsv41.backends.cuda.launch import Kernel, int32, int64, pointer
+from dsv41.errors import BackendError
+
+MOST_TOKENS = 64
+BLOCK = (32, 32)
+"""Rows and columns that share a scale."""
+_TILE = 16
+"""Rows of a matrix instruction."""
+_COLUMNS = 128
+"""Of which a row must have a multiple."""
+_LANES = 32
+"""That keep the scales of a warp, a step each."""
+_MOST_RANKS = 8
+_IN_FLIGHT = 1 << 16
+"""Bytes that keep a multiprocessor's share of the memory busy."""
+_BEGINS, _RANK = 1 << 15, 1 << 14
+"""What a multiprocessor could read while a CTA begins, and in the time that each CTA of a cluster costs the others, who
+wait for the slowest and fetch its sums: one microsecond and a half."""
+
+
+class ProductsBuild(Build):
+    """For at most so many `tokens`: bands of `rows` for a warp, at most so many `warps`, `depth` steps of `step`
+    columns in flight, and at most so many `columns` of a CTA."""
+
+    @property
+    def tokens(self) -> int:
+        return self.own_defines["TOKENS"]
+
+    @property
+    def rows(self) -> int:
+        return self.own_defines["TILES"] * _TILE
+
+    @property
+    def warps(self) -> int:
+        return self.own_defines["MOST_WARPS"]
+
+    @property
+    def step(self) -> int:
+        return self.own_defines["STEP"]
+
+    @property
+    def depth(self) -> int:
+        return self.own_defines["DEPTH"]
+
+    @property
+    def columns(self) -> int:
+        return self.own_defines["COLUMNS"]
+
+
+def build(
+    tokens: int, *, tiles: int, warps: int, step: int, depth: int, columns: int, ctas_per_sm: int
+) -> ProductsBuild:
+    """With `tiles` of 16 rows a warp."""
+    # 16 bytes and 4 sums more, with which rows that are read together start in different banks.
+    activations = tokens * (columns * 2 + 16)
+    sums = warps * tokens * (tiles * _TILE + 4) * 4
+    shared = -(-(max(activations, sums) + columns // step * 8) // 16) * 16
+    defines = {
+        "TOKENS": tokens, "TILES": tiles, "MOST_WARPS": warps, "STEP": step, "DEPTH": depth, "COLUMNS": columns,
+        "CTAS_PER_SM": ctas_per_sm,
+    }  # fmt: skip
+    return ProductsBuild("products", "gemm", warps * 32, ctas_per_sm, shared, defines)
+
+
+# Chosen by reasoning (docs/performance.md), not measured: 64 KB or more in flight, and for few tokens two CTAs on a
+# multiprocessor, so that the next launch can begin to read. From 32 tokens on a warp has two tiles, or reading
+# activations from shared memory would take as long as the weights do.
+BUILDS = (
+    build(8, tiles=1, warps=16, step=128, depth=2, columns=5120, ctas_per_sm=2),
+    build(16, tiles=1, warps=16, step=128, depth=2, columns=4096, ctas_per_sm=1),
+    build(32, tiles=2, warps=12, step=128, depth=2, columns=3072, ctas_per_sm=1),
+    build(64, tiles=2, warps=8, step=128, depth=2, columns=1408, ctas_per_sm=1),
+)
+
+
+def build_for(tokens: int) -> ProductsBuild:
+    """Raises BackendError for more than 64 tokens."""
+    for each in BUILDS:
+        if tokens <= each.tokens:
+            return each
+    raise BackendError(
+        f"the products for Hopper were given {tokens} tokens: expected at most {MOST_TOKENS}; use the portable ones"
+    )
+
+
+def most_columns(tokens: int) -> int:
+    """What a cluster holds the activations of. Raises as `build_for` does."""
+    return _MOST_RANKS * build_for(tokens).columns
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is shared: `clusters` of a group, each with `bands` of rows, whose `ranks` CTAs cut the columns,
+    each into `slices`. A warp has one band and one slice."""
+
+    clusters: int
+    bands: int
+    ranks: int
+    slices: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """What runs at a time: CTAs, one on each of the `multiprocessors`, and `clusters` of 2, 3, ... CTAs."""
+
+    multiprocessors: int
+    clusters: tuple[int, ...]
+
+
+@cache
+def plan(build: ProductsBuild, tokens: int, rows: int, columns: int, groups: int, room: Room) -> Plan:
+    """The plan by which a multiprocessor moves the fewest bytes: weights, counted as if all warps that the memory needs
+    had as many as the one with the most, and activations and sums."""
+    all_bands, steps, step = -(-rows // build.rows), columns // build.step, build.step * build.rows
+    needed = min(build.warps, _IN_FLIGHT // (build.depth * step))
+    found: list[tuple[int, Plan]] = []
+    for ranks in range(1, _MOST_RANKS + 1):
+        for slices in range(1, build.warps + 1):
+            share, extra = divmod(steps, ranks * slices)
+            longest = slices * share + min(extra, slices)
+            if not share or share + (extra > 0) > _LANES or longest * build.step > build.columns:
+                continue
+            for bands in range(1, min(build.warps // slices, all_bands) + 1):
+                clusters = -(-all_bands // bands)
+                turns = -(-clusters * groups * ranks // room.multiprocessors)
+                weights = (share + (extra > 0)) * step * max(needed, bands * slices)
+                moved = _BEGINS + weights + longest * build.step * 2 * tokens
+                if ranks > 1:
+                    if not (at_a_time := room.clusters[ranks - 2]):
+                        continue
+                    turns = max(turns, -(-clusters * groups // at_a_time))
+                    moved += bands * build.rows * tokens * 4 + ranks * _RANK
+                found.append((turns * moved, Plan(clusters, bands, ranks, slices)))
+    return min(found, key=lambda each: each[0])[1]
+
+
+@torch.library.custom_op("dsv41::products", mutates_args=("out",))
+def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> None:
+    """`x` bf16 `[N, G, K]` times a block-diagonal `weight` `[G * M, K]` into `out` `[N, G * M]` (bf16 or float32),
+    group g by its own rows: summed in fp32, in the same order in every call, and rounded once.
+
+    `weight` holds e4m3 codes (OCP, uint8, no NaN), `weight_scale` `[ceil(G * M / 32), K / 32]` UE8M0 bytes of blocks
+    of 32 x 32. N is at most 64, K a multiple of 128 and at most `most_columns(N)`, M a multiple of 16. Tokens and
+    groups of `x` lie multiples of 8 elements apart, tokens of `out` multiples of 4, both from an address on of which
+    that is true; the rest is contiguous.
+
+    Weights are read before the launch ahead of this one in the stream has ended, so that one must not write them.
+
+    Raises BackendError for more than 64 tokens, and for tensors that the kernel would misread.
+    """
+    build = build_for(len(x))
+    if wrong := misread(x, weight, weight_scale, out):
+        shown = {"x": x, "weight": weight, "weight_scale": weight_scale, "out": out}
+        raise BackendError(
+            f"products was given {', '.join(wrong)} in another form ({vendor.words(shown)}): expected what its "
+            "documentation says; give it so, or use the portable products"
+        )
+    tokens, groups, columns = x.shape
+    if tokens == 0:
+        return
+    rows = len(weight) // groups
+    with torch.cuda.device(x.device):
+        kernel = _loaded(build, x.device.index)
+        chosen = plan(build, tokens, rows, columns, groups, kernel.room)
+        share, extra = divmod(columns // build.step, chosen.ranks * chosen.slices)
+        arguments = [
+            pointer(weight), pointer(weight_scale), int32(rows), int32(columns), int32(share), int32(extra),
+            pointer(x), int64(x.stride(0)), int64(x.stride(1)), int32(tokens),
+            pointer(out), int64(out.stride(0)), int32(out.dtype == torch.float32),
+        ]  # fmt: skip
+        kernel.launch(
+            x.device,
+            (1, chosen.clusters, groups),
+            *arguments,
+            ranks=chosen.ranks,
+            block=(32, chosen.slices, chosen.bands),
+            early=True,
+        )
+
+
+def misread(x: Tensor, weight: Tensor, weight_scale: Tensor | None, out: Tensor) -> list[str]:
+    """The names of what `products` would misread."""
+    groups, columns = x.shape[1:]
+    wrong = []
+    if x.dtype != torch.bfloat16 or x.stride(2) != 1 or any(at % 8 for at in (*x.stride()[:2], _elements(x))):
+        wrong.append("x")
+    if (
+        weight.dtype != torch.uint8
+        or not weight.is_contiguous()
+        or weight.data_ptr() % 16
+        or weight.shape[1] != columns
+        or columns % _COLUMNS
+        or columns > most_columns(len(x))
+        or len(weight) % (groups * _TILE)
+        or weight.numel() >= 1 << 32
+    ):
+        wrong.append("weight")
+    scales = (-(-len(weight) // BLOCK[0]), columns // BLOCK[1])
+    if (
+        weight_scale is None
+        or weight_scale.dtype != torch.uint8
+        or not weight_scale.is_contiguous()
+        or weight_scale.shape != scales
+        or weight_scale.data_ptr() % 4
+    ):
+        wrong.append("weight_scale")
+    if (
+        out.dtype not in (torch.bfloat16, torch.float32)
+        or out.shape != (len(x), len(weight))
+        or out.stride(1) != 1
+        or any(at % 4 for at in (out.stride(0), _elements(out)))
+    ):
+        wrong.append("out")
+    given = [tensor.device for tensor in (x, weight, weight_scale, out) if tensor is not None]
+    if len(set(given)) > 1:
+        wrong.append("a device")
+    return wrong
+
+
+def _elements(x: Tensor) -> int:
+    """Its address, counted in elements."""
+    return x.data_ptr() // x.element_size()
+
+
+class _Kernel:
+    """A build, loaded on one device."""
+
+    def __init__(self, build: ProductsBuild, device: int) -> None:
+        kernel = Kernel(build.kernel, build.cubin(), device, build.threads, build.shared_bytes)
+        self.launch = kernel.launch
+        clusters = tuple(kernel.most_clusters(ranks) for ranks in range(2, _MOST_RANKS + 1))
+        self.room = Room(kernel.multiprocessors, clusters)
+
+
+@cache
+def _loaded(build: ProductsBuild, device: int) -> _Kernel:
+    return _Kernel(build, device)
