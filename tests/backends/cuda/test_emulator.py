@@ -1,4 +1,4 @@
-"""Our CUDA C++ kernels without a GPU: their results by emulation, and that the emulator sees faults."""
+"""Our kernels for Hopper on the emulator, and whether the emulator can fail."""
 
 from __future__ import annotations
 
@@ -8,159 +8,228 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv41.backends.cuda.build import ARCH
-from dsv41.backends.cuda.launch import pointer
+from dsv41.backends.cuda import nvrtc
+from dsv41.backends.cuda.hopper import attend
+from dsv41.backends.cuda.launch import int32, pointer
+from dsv41.hal.layout import PagedCache
 
 from . import test_hopper as attention
 from . import test_products as products
-from .emulator.gpu import EmulatedKernel, missing
-from .emulator.ptx import of_source
-from .emulator.translate import NotEmulated, translate
+from .emulator import build
+from .emulator.fixture import EmulatedGPU
+from .emulator.kernel import EmulatedKernel, EmulationError
 
-pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=missing() or ""),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of torch's own modules, when all objects are looked at
-]
-SEEDS = range(2)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
+Part = tuple[PagedCache, Tensor, Tensor]
 
 
-# Kernels of the package
+def rows_of(cache: PagedCache, lengths: list[int], width: int) -> tuple[Tensor, Tensor]:
+    """Indices with holes, which are NaN past the lengths."""
+    last = (cache.num_pages - 1) * cache.layout.page_size
+    indices = torch.randint(last, (len(lengths), width), dtype=torch.int32)
+    indices[torch.rand(indices.shape) < 0.2] = -1
+    beyond = torch.arange(width) >= torch.tensor(lengths)[:, None]
+    indices[beyond] = last + 1
+    return indices, torch.tensor(lengths, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("heads", "tokens", "window", "compressed"),
+    ("heads", "multiprocessors", "window_lengths", "compressed_lengths"),
     [
-        (8, 1, 128, 0),
-        (5, 2, 130, 96),
-        (16, 20, 70, 0),
-        (16, 3, 640, 0),
-        (64, 1, 64, 64),
-        (64, 4, 130, 0),
-        (33, 9, 97, 96),
+        (8, 1, [70, 0, 1], [40, 3, 0]),
+        (7, 8, [128], [200]),
+        (16, 4, [96, 33], None),
+        (64, 1, [70, 0, 1], [40, 3, 0]),  # tiles of 32 keys
+        (64, 16, [128, 10, 70], [90, 200, 3]),  # which clusters share
+        (64, 2, [128, 0, 64, 65], None),
+        (64, 16, [128, 1, 63, 90, 5, 128, 128, 64, 2], None),  # tiles of 64
     ],
 )
 def test_attention_agrees_with_float64(
-    heads: int, tokens: int, window: int, compressed: int, emulated_gpu: type[EmulatedKernel]
+    emulated_gpu: EmulatedGPU,
+    heads: int,
+    multiprocessors: int,
+    window_lengths: list[int],
+    compressed_lengths: list[int] | None,
+    seed: int,
 ) -> None:
-    """Holes, lengths from 0, pages of NaN, clusters of several sizes, padded heads."""
-    parts = [(cache := attention.cache_of(5, 64, 1), *attention.rows_of(cache, tokens, window, 2))]
-    if compressed:
-        parts.append((cache := attention.cache_of(10, 16, 3), *attention.rows_of(cache, tokens, compressed, 4)))
-    random = torch.Generator().manual_seed(heads)
-    q = torch.randn(tokens, heads + 3, 512, generator=random).bfloat16()
+    torch.manual_seed(1)
+    emulated_gpu.resize(multiprocessors)
+    emulated_gpu.schedule(seed)
+    parts = [(cache := attention.cache_of(3, 64, 1), *rows_of(cache, window_lengths, 128))]
+    given = [cache.data, 64, *parts[0][1:], None, 1, None, None]
+    if compressed_lengths is not None:
+        parts.append((cache := attention.cache_of(5, 16, 2), *rows_of(cache, compressed_lengths, 200)))
+        given[4:] = [cache.data, 16, *parts[1][1:]]
+    q = torch.randn(len(window_lengths), heads + 3, 512).bfloat16()
     q[:, heads:] = math.nan
-    sink = torch.randn(heads, generator=random)
+    sink = torch.randn(heads)
     sink[0] = -math.inf
+    out = torch.full_like(q, math.nan)
+    attend(q, heads, sink, 512**-0.5, *given, out)
+    assert out[:, heads:].isnan().all()
     expected = attention.exact(q[:, :heads], sink, 512**-0.5, parts)
-    found = []
-    for emulated_gpu.seed in SEEDS:
-        out = torch.full_like(q, math.nan)
-        attention.run(q, heads, sink, 512**-0.5, parts, out)
-        assert out[:, heads:].isnan().all()
-        assert attention.error(out[:, :heads], expected) < 4e-3
-        found.append(out[:, :heads])
-    assert torch.equal(found[0], found[1])
+    found = out[:, :heads].double()
+    assert (found - expected).norm() < 4e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("tokens", [1, 11, 29, 64])
 @pytest.mark.parametrize("shape", products.SMALL.values(), ids=products.SMALL)
-def test_products_agree_with_float64(
-    tokens: int, shape: tuple[int, int, int], emulated_gpu: type[EmulatedKernel]
-) -> None:
-    emulated_gpu.seed = tokens
+def test_products_agree_with_float64(emulated_gpu: EmulatedGPU, tokens: int, shape: tuple[int, int, int]) -> None:
+    emulated_gpu.schedule(tokens)
     products.agree(products.call(tokens, shape, apart=8), repeats=1)
 
 
 @pytest.mark.parametrize("scales", [(3, 20), (60, 200), (200, 230)], ids=str)
-def test_products_of_any_range(scales: tuple[int, int], emulated_gpu: type[EmulatedKernel]) -> None:
+def test_products_of_any_range(emulated_gpu: EmulatedGPU, scales: tuple[int, int]) -> None:
     arguments = products.call(9, products.SMALL["ragged"], dtype=torch.float32, scales=scales)
     arguments["x"].mul_(2.0 ** (90 - sum(scales) // 2))
     products.agree(arguments)
 
 
-# Faults
+# What the emulator finds
+
+SMALL = """
+extern "C" __global__ void small(int* out, const int* in, int n) {
+    extern __shared__ int memory[];
+    int i = threadIdx.x;
+    BODY
+}
+"""
 
 
-def launched(body: str, data: Tensor, threads: int = 64, seed: int = 0, shared_bytes: int = 1024) -> Tensor:
-    """What `body` makes of `data`, with `x` its numbers and `s` shared memory."""
-    text = f'extern "C" __global__ void made(int* x) {{ extern __shared__ int s[]; int i = threadIdx.x; {body} }}'
-    kernel = EmulatedKernel("made", of_source(text, ARCH, {}).encode(), None, threads, shared_bytes)
-    kernel.seed = seed
-    kernel.launch(torch.device("cpu"), 1, pointer(data))
-    return data
+def small(body: str, seed: int) -> Tensor:
+    """What two warps make of 0 to 63."""
+    code = build.compile_to_ptx("small", SMALL.replace("BODY", body), "sm_90a", {})
+    EmulatedKernel.seed = seed
+    out, given = torch.full((64,), -1, dtype=torch.int32), torch.arange(64, dtype=torch.int32)
+    EmulatedKernel("small", code, None, 64, 256).launch(None, 1, pointer(out), pointer(given), int32(64))
+    return out
 
 
-def numbers() -> Tensor:
-    return torch.arange(64, dtype=torch.int32)
+REVERSED = torch.arange(63, -1, -1, dtype=torch.int32)
 
 
-def test_threads_meet_where_they_must() -> None:
-    expected = numbers().roll(-33)
-    for seed in range(5):
-        good = launched("s[i] = x[i]; __syncthreads(); x[i] = s[(i + 33) % 64];", numbers(), seed=seed)
-        assert torch.equal(good, expected)
-    found = [launched("s[i] = x[i]; x[i] = s[(i + 33) % 64];", numbers(), seed=seed) for seed in range(5)]
-    assert not any(torch.equal(each, expected) for each in found)
+def test_a_barrier_orders_and_its_absence_shows(emulated_gpu: EmulatedGPU) -> None:
+    right = [small("memory[i] = in[i]; __syncthreads(); out[i] = memory[63 - i];", seed) for seed in range(8)]
+    wrong = [small("memory[i] = in[i]; out[i] = memory[63 - i];", seed) for seed in range(8)]
+    assert all(torch.equal(out, REVERSED) for out in right)
+    assert not any(torch.equal(out, REVERSED) for out in wrong)
 
 
-def test_a_copy_that_nobody_waited_for_is_seen() -> None:
-    place = '"r"((int)__cvta_generic_to_shared(s + i)), "l"(x + i)'
-    copy = f'asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: {place});'
-    wait = 'asm volatile("cp.async.wait_all;" ::: "memory");'
-    good = [launched(f"{copy} {wait} x[i] = s[i] + 1;", numbers(), seed=seed) for seed in range(5)]
-    bad = [launched(f"{copy} x[i] = s[i] + 1;", numbers(), seed=seed) for seed in range(5)]
-    assert all(torch.equal(each, numbers() + 1) for each in good)
-    assert not all(torch.equal(each, numbers() + 1) for each in bad)
+COPY = """
+unsigned to = (unsigned)__cvta_generic_to_shared(memory + i);
+asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\\ncp.async.commit_group;" ::"r"(to), "l"(in + i) : "memory");
+WAIT
+__syncthreads();
+out[i] = memory[63 - i];
+"""
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ("x[i + 1] = 0;", "thread 63, .* 4 bytes of global memory at 0x[0-9a-f]+: in no tensor"),
-        ("*(int*)((char*)x + 2 * i) = 0;", "global memory at 0x[0-9a-f]+: misaligned"),
-        ("s[i + 193] = 0;", "thread 63, .* 4 bytes of shared memory at 0x800: .*of 1024 bytes"),
-        ("if (i < 40) __syncthreads();", r"nothing can go on: 40 threads at PTX line \d+ \(bar.sync\)"),
-        ("if (i & 1) x[i] = __shfl_sync(~0u, i, 0);", "nothing can go on: 32 threads .*shfl.sync"),
-        ("x[i] = 5 / x[0];", "division of 5 by 0"),
-    ],
-)
-def test_faults_are_named(body: str, words: str) -> None:
-    with pytest.raises(RuntimeError, match=words):
-        launched(body, numbers())
+def test_a_copy_is_there_when_it_was_waited_for_and_else_at_times(emulated_gpu: EmulatedGPU) -> None:
+    waits = COPY.replace("WAIT", 'asm volatile("cp.async.wait_group 0;" ::: "memory");')
+    assert all(torch.equal(small(waits, seed), REVERSED) for seed in range(8))
+    assert not all(torch.equal(small(COPY.replace("WAIT", ""), seed), REVERSED) for seed in range(8))
 
 
-def converted(name: str, bits: Tensor, operand: str = '"r"(x[k])') -> Tensor:
-    """The low half of what an instruction makes of every number of `bits`."""
-    loop = f"for (int k = i; k < {len(bits)}; k += 64) {{ asm({name} {operand}); }}"
-    return (launched(loop, bits.clone()) & 0xFFFF).short()
+BARRIER = """
+unsigned at = (unsigned)__cvta_generic_to_shared(memory);
+if (i == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(n));
+__syncthreads();
+asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+asm volatile("{\\n.reg .pred p;\\nagain:\\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\\n"
+             "@!p bra again;\\n}" ::"r"(at) : "memory");
+out[i] = in[63 - i];
+"""
+MISUSE = {
+    "a read past the end": (
+        "out[i] = in[i + 1];",
+        r"thread 63 at PTX line \d+ `ld.global.*in no tensor of the launch \(0 bytes past",
+    ),
+    "a read that is not aligned": (
+        "out[i] = *(const int*)((const char*)in + i);",
+        "4 bytes at global address .*: not aligned",
+    ),
+    "a store outside of shared memory": (
+        "memory[i + 1] = in[i]; __syncthreads(); out[i] = memory[i];",
+        r"thread 63 at PTX line \d+ `st.shared.*expected within the CTA's",
+    ),
+    "a lane that does not come": (
+        "if (i != 40) __syncwarp(); out[i] = in[i]; if (i == 40) __syncthreads();",
+        r"a deadlock(.|\n)*warp 1 lanes fffffeff wait for the warp at PTX line \d+ `bar.warp",
+    ),
+    "a barrier of one arrival too many": (
+        BARRIER.replace('"r"(n)', '"r"(n + 1)'),
+        r"a deadlock(.|\n)*warp 1 lanes ffffffff wait for a phase of a barrier .* `mbarrier.try_wait",
+    ),
+    "a barrier that nobody initialised": (BARRIER.replace("if (i == 0)", "if (n == 0)"), "it was not initialised"),
+    "a barrier that is overwritten": (
+        BARRIER.replace("__syncthreads();", "__syncthreads(); memory[1] = 0;"),
+        "or was overwritten",
+    ),
+    "a division by 0": ("out[i] = in[i] / (n - 64);", "division of .* by 0"),
+}
 
 
-def test_numbers_are_rounded_as_the_instructions_do() -> None:
-    """Over random bits, infinities and NaN among them, and numbers halfway between two; torch rounds so too."""
-    random = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(1 << 31), 1 << 31, (20000,), generator=random, dtype=torch.int64).int()
-    bits[:10000] &= -(1 << 12)  # halfway for f16, or nothing to round
-    bits[5000:10000] &= -(1 << 15)  # and for bf16
-    bits[10000:15000] = (bits[10000:15000] & -(1 << 31)) | torch.randint(
-        90 << 23, 145 << 23, (5000,), dtype=torch.int32
-    )
-    values = bits.view(torch.float32)
-    for kind, dtype in (("bf16x2", torch.bfloat16), ("f16x2", torch.float16)):
-        found = converted(f'"cvt.rn.{kind}.f32 %0, 0f00000000, %1;" : "=r"(x[k]) :', bits, '"f"(__int_as_float(x[k]))')
-        expected = values.to(dtype)
-        live = ~expected.isnan()
-        assert torch.equal(found[live], expected.view(torch.int16)[live])
-        assert found.view(dtype)[~live].isnan().all()
-    codes = torch.arange(256, dtype=torch.int32)
-    halves = converted('"{ .reg .b16 c; cvt.u16.u32 c, %1; cvt.rn.f16x2.e4m3x2 %0, c; }" : "=r"(x[k]) :', codes)
-    expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).half()
-    live = ~expected.isnan()
-    assert torch.equal(halves[live], expected.view(torch.int16)[live])
-    assert halves.view(torch.float16)[~live].isnan().all()
+@pytest.mark.parametrize(("body", "said"), MISUSE.values(), ids=MISUSE)
+def test_what_may_not_be_done_is_an_error(emulated_gpu: EmulatedGPU, body: str, said: str) -> None:
+    for seed in range(4):
+        with pytest.raises(EmulationError, match=said):
+            small(body, seed)
 
 
-def test_an_instruction_that_is_not_known_is_named() -> None:
-    text = of_source('extern "C" __global__ void made(float* x) { *x = __sinf(*x); }', ARCH, {})
-    with pytest.raises(NotEmulated, match=r"sin\.approx"):
-        translate(text)
+def test_barriers_in_shared_memory(emulated_gpu: EmulatedGPU) -> None:
+    for seed in range(4):
+        assert torch.equal(small(BARRIER, seed), REVERSED)
+
+
+def test_an_unknown_instruction_is_named(emulated_gpu: EmulatedGPU) -> None:
+    with pytest.raises(NotImplementedError, match=r"the PTX instruction sin\.approx\.f32"):
+        small("out[i] = (int)__sinf((float)in[i]);", 0)
+
+
+def test_a_missing_fence_before_matrix_products_is_found(
+    emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = nvrtc.source("many_heads")
+    fence = "fence.proxy.async.shared::cta;\\n"
+    assert fence in text
+    monkeypatch.setattr(nvrtc, "source", lambda _: text.replace(fence, ""))
+    cache = attention.cache_of(3, 64, 1)
+    indices, lengths = rows_of(cache, [32, 32, 32], 128)
+    q = torch.randn(3, 64, 512).bfloat16()
+    with pytest.raises(EmulationError, match=r"stored without fence\.proxy\.async since"):
+        attend(q, 64, torch.zeros(64), 0.05, cache.data, 64, indices, lengths, None, 1, None, None, q.clone())
+
+
+# Numbers
+
+CONVERT = """
+extern "C" __global__ void convert(const float* x, const float* y, unsigned* bf16, unsigned* f16,
+                                   unsigned* product, unsigned* wide) {
+    int i = threadIdx.x + blockIdx.x * 256;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bf16[i]) : "f"(y[i]), "f"(x[i]));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(f16[i]) : "f"(y[i]), "f"(x[i]));
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product[i]) : "r"(bf16[i]), "r"(bf16[i] >> 16 | bf16[i] << 16));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide[i]) : "h"((unsigned short)(i % 256 | i % 256 << 8)));
+}
+"""
+
+
+def test_conversions_round_as_torch_does(emulated_gpu: EmulatedGPU) -> None:
+    code = build.compile_to_ptx("convert", CONVERT, "sm_90a", {})
+    torch.manual_seed(0)
+    x, y = torch.randint(-(1 << 31), 1 << 31, (2, 1 << 14)).int().view(torch.float32)
+    x[:4096] = torch.randn(4096) * 2.0 ** torch.randint(-30, 20, (4096,))
+    y[:4096] = torch.randint(-(1 << 15), 1 << 15, (4096,)).short().view(torch.bfloat16).float() * (1 + 2**-8)  # ties
+    out = torch.zeros(4, len(x), dtype=torch.int32)
+    EmulatedKernel("convert", code, None, 256, 0).launch(None, len(x) // 256, *map(pointer, (x, y, *out)))
+    pairs = torch.stack((x, y), 1)
+    bf16, f16 = pairs.bfloat16(), pairs.half()
+    wide = torch.arange(len(x)).remainder(256).to(torch.uint8).view(torch.float8_e4m3fn).half()
+    expected = (bf16, f16, (bf16[:, :1] * bf16[:, 1:]).expand(-1, 2), wide[:, None].expand(-1, 2))
+    for found, right in zip(out, expected, strict=True):
+        numbers = found.view(right.dtype).view(-1, 2)
+        torch.testing.assert_close(numbers, right, rtol=0, atol=0, equal_nan=True)
+        assert (found.view(torch.int16).view(-1, 2)[right.isnan()] == 0x7FFF).all()

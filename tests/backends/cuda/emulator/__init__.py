@@ -1,6 +1,6 @@
-"""Our CUDA C++ kernels without a GPU: their PTX as C++ (`translate.py`) on a machine of fibers (`machine.cpp`).
+"""Runs our CUDA C++ kernels without a GPU, for tests: `kernel.py` says what it does with them, `machine.cpp` how.
 
-What it shows: results, reads and writes outside of tensors and shared memory, misaligned ones, deadlocks, and what goes
-wrong in another order of threads and copies, which a seed chooses. What it does not: time, and what a GPU's memory may
-reorder or a proxy not see without a fence.
+A kernel is compiled to PTX by NVRTC, translated to C++ and compiled by g++. It shows wrong results, accesses outside of
+tensors and of shared memory, missing barriers and waits, and deadlocks. It shows nothing of speed, and what a thread
+stores is seen by all others at once, in order.
 """

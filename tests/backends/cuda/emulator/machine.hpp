@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <csetjmp>
 
 typedef uint8_t u8;
 typedef uint16_t u16;
@@ -20,13 +21,17 @@ typedef int64_t s64;
 // What a register holds before anything is written to it: NaN as fp32, and in the halves as bf16 and f16.
 static const u64 UNSET = 0xfff7fff7fff7fff7ull;
 
+struct Warp;
 struct Cta;
 
 struct Thread {
     Cta* cta;
-    u32 tid, lane, warp, ctaid[3], nctaid[3], block[3], ntid, cluster_rank, cluster_size;
+    Warp* warp;
+    u32 tid, lane, ctaid[3], nctaid[3], block[3], ntid, cluster_rank, cluster_size;
     u32 shared_first, shared_bytes;  // the first address of this CTA's shared memory, and its size
     u8* shared;                      // what lies there
+    u64* written;                    // of each 16 bytes of it: when a thread stored there last, and which
+    u64* clock;                      // goes on at every fence between threads' stores and asynchronous reads
     const u64* parameters;
 };
 
@@ -135,6 +140,11 @@ static inline U shl(U x, u32 by) { return by < 8 * sizeof(U) ? (U)(x << by) : 0;
 template <class T>
 static inline T shr(T x, u32 by) { return by < 8 * sizeof(T) ? (T)(x >> by) : (T)(x < 0 ? -1 : 0); }
 
+static inline u32 wrap(u32 by) { return by & 31; }
+static inline u32 clamp(u32 by) { return by < 32 ? by : 32; }
+static inline u32 shf_l(u32 low, u32 high, u32 by) { return (u32)(((u64)high << 32 | low) >> (32 - by)); }
+static inline u32 shf_r(u32 low, u32 high, u32 by) { return (u32)(((u64)high << 32 | low) >> by); }
+
 static inline u32 brev(u32 x) {
     u32 r = 0;
     for (int i = 0; i < 32; i++) r |= (x >> i & 1) << (31 - i);
@@ -194,6 +204,13 @@ static inline u8* shared_at(const Thread& t, u32 at, u32 bytes, int line) {
     return t.shared + offset;
 }
 
+// For a store, which asynchronous reads do not see before a fence.
+static inline u8* stored_at(const Thread& t, u32 at, u32 bytes, int line) {
+    u8* to = shared_at(t, at, bytes, line);
+    t.written[(at - t.shared_first) / 16] = *t.clock << 16 | t.tid;
+    return to;
+}
+
 template <class T, int N = 1>
 struct Numbers {
     T x[N];
@@ -209,7 +226,7 @@ static inline void store(u8* to, Numbers<T, N> v) { memcpy(to, &v, sizeof v); }
 
 u32 remote_address(const Thread& t, u32 at, u32 rank, int line);  // mapa
 
-// Changes a number in memory and gives what was there; threads take turns only where they wait.
+// Of the value that was there; threads take turns only where they wait.
 template <class T, class Change>
 static inline T exchange(u8* at, Change change) {
     T old;
@@ -219,25 +236,34 @@ static inline T exchange(u8* at, Change change) {
     return old;
 }
 
-// Asynchronous copies, which are made at a random time, at the latest when they are waited for
+// Asynchronous copies
 
-void copy_small(Thread& t, u32 to, u64 from, u32 bytes, u32 live_bytes, int line);     // cp.async
+void copy_small(Thread& t, u32 to, u64 from, u32 bytes, u32 live_bytes, int line);  // cp.async
 void copies_commit(Thread& t);
-void copies_wait(Thread& t, u32 pending);                                              // groups that may be left
-void copies_arrive(Thread& t, u32 barrier, int line);                                  // cp.async.mbarrier.arrive.noinc
-void copy_bulk(Thread& t, u32 to, u64 from, u32 bytes, u32 barrier, int line);         // cp.async.bulk from global memory
-void store_async(Thread& t, u32 to, const u32* words, u32 count, u32 barrier, int line);  // st.async
+void copies_wait(Thread& t, u32 pending);
+void copies_wait_all(Thread& t);
+void copies_arrive(Thread& t, u32 barrier, int line);                                   // cp.async.mbarrier.arrive.noinc
+void copy_bulk(Thread& t, u32 to, u64 from, u32 bytes, u32 barrier, int line);          // cp.async.bulk from global memory
+void store_async(Thread& t, u32 to, const void* data, u32 bytes, u32 barrier, int line);  // st.async
+void fence_async(Thread& t);                                                            // fence.proxy.async
 
 // Barriers
 
 void barrier_init(Thread& t, u32 at, u32 count, int line);
-void barrier_arrive(Thread& t, u32 at, u32 bytes, int line);  // bytes: more that the phase waits for
-void barrier_wait(Thread& t, u32 at, u32 parity, int line);
+void barrier_invalidate(Thread& t, u32 at, int line);
+void barrier_arrive(Thread& t, u32 at, u32 count, int line);
+void barrier_expect(Thread& t, u32 at, u32 bytes, int line);
+void barrier_arrive_remote(Thread& t, u32 at, u32 count, int line);
+bool barrier_try_wait(Thread& t, u32 at, u32 parity, int line);
 
 void cta_meet(Thread& t, u32 which, u32 threads, int line);  // 0 threads: all of the CTA
-bool cta_any(Thread& t, u32 which, u32 threads, bool value, int line);
+void cta_arrive(Thread& t, u32 which, u32 threads, int line);
+enum Reduction { ANY, EVERY, COUNT };
+u32 cta_reduce(Thread& t, Reduction how, u32 which, u32 threads, bool value, int line);
 void cluster_arrive(Thread& t, int line);
 void cluster_wait(Thread& t, int line);
+// Of an instruction that all threads of a warp execute together.
+void aligned(Thread& t, int line);
 
 // What the threads of a warp do together
 
@@ -245,17 +271,22 @@ void warp_meet(Thread& t, u32 mask, int line);
 enum Shuffle { UP, DOWN, BUTTERFLY, INDEX };
 u32 shuffle(Thread& t, Shuffle how, u32 x, u32 lane, u32 limits, u32 mask, bool& inside, int line);
 u32 ballot(Thread& t, bool value, u32 mask, int line);
+bool vote_any(Thread& t, bool value, u32 mask, int line);
+bool vote_all(Thread& t, bool value, u32 mask, int line);
 enum Reduce { ADD, MIN_U32, MAX_U32, MIN_S32, MAX_S32, AND, OR, XOR };
 u32 reduce(Thread& t, Reduce how, u32 x, u32 mask, int line);
-void load_matrices(Thread& t, u32* const* to, u32 count, bool transposed, u32 from, int line);  // ldmatrix
-u32 transpose_matrix(Thread& t, u32 x, int line);                                              // movmatrix
-enum Half { F16, BF16 };
-void multiply(Thread& t, Half kind, u32* const* sums, const u32* a, const u32* b, int line);  // m16n8k16
 
-// wgmma m64nNk16: `sums` are the registers themselves, which are written when the product is waited for. A comes from
-// registers (`a`, read then too) or by a descriptor.
-void multiply_async(Thread& t, Half kind, u32 columns, u32* const* sums, const u32* const* a, u64 a_at, u64 b_at, bool b_turned, bool add,
-                    int line);
+void load_matrices(Thread& t, u32* to, u32 count, bool transposed, u32 from, int line);           // ldmatrix
+void store_matrices(Thread& t, const u32* from, u32 count, bool transposed, u32 to, int line);  // stmatrix
+u32 transpose_matrix(Thread& t, u32 x, int line);                                               // movmatrix
+enum Half { F16, BF16 };
+void multiply(Thread& t, Half kind, u32* sums, const u32* a, const u32* b, int line);  // m16n8k16
+
+// wgmma m64nNk16: `sums` are the registers themselves, which are written when the product is done. A comes from
+// registers (`a`) or by a descriptor.
+void multiply_async(Thread& t, Half kind, u32 columns, u32* const* sums, const u32* a, u64 a_at, u64 b_at, bool add, int a_sign,
+                    int b_sign, bool a_turned, bool b_turned, int line);
+void matrices_fence(Thread& t, int line);
 void matrices_commit(Thread& t, int line);
 void matrices_wait(Thread& t, u32 pending, int line);
 

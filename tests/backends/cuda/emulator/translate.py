@@ -1,448 +1,456 @@
-"""PTX as C++: one statement an instruction, over registers that are local variables of a thread's function.
-
-An instruction is found in `RULES` by its name, whose first parts are those of an opcode and whose others are options.
-What a statement calls is in `machine.hpp`.
-"""
+"""Translates the PTX of a kernel to C++: a statement for each instruction, over registers that are local variables."""
 
 from __future__ import annotations
 
 import re
-from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 
-_WIDTHS = {"pred": "bool", "b8": "u8", "b16": "u16", "f16": "u16", "b32": "u32", "f32": "u32", "b64": "u64"}
-_COMMENT = re.compile(r"//.*$", re.MULTILINE)
-_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
-_GUARD = re.compile(r"@(!?)([%\w]+)\s+(.*)", re.DOTALL)
-_IGNORED = (
-    "prefetch.", "setmaxnreg.", "fence.", "griddepcontrol.", "membar.", "wgmma.fence", "cp.async.bulk.prefetch",
-)  # fmt: skip
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "hi": ">"}
+from .ptx import Kernel, Label, Statement
+
+_INT = r"(?P<kind>[usb])(?P<bits>8|16|32|64)"
+_NOTHING = ";"
+
+# What an instruction is, by its name. {0} and on are its operands, counted from the end where they are negative; {2?},
+# {2?1} and {3?2} are 0, 1 and operand 2 where that operand is missing; {_} is nothing, if the first one is. U and T are
+# the type that the name ends with, unsigned and as it says, W and X twice as wide.
+_SIMPLE = {
+    rf"add\.{_INT}": "{0} = ({U})({1} + {2});",
+    rf"sub\.{_INT}": "{0} = ({U})({1} - {2});",
+    rf"mul\.lo\.{_INT}": "{0} = ({U})(({U}){1} * ({U}){2});",
+    rf"mul\.wide\.{_INT}": "{0} = ({W})(({X})({T}){1} * ({X})({T}){2});",
+    rf"mul\.hi\.{_INT}": "{0} = ({U})((({X})({T}){1} * ({X})({T}){2}) >> {bits});",
+    rf"mad\.lo\.{_INT}": "{0} = ({U})(({U}){1} * ({U}){2} + {3});",
+    rf"mad\.wide\.{_INT}": "{0} = ({W})(({X})({T}){1} * ({X})({T}){2} + {3});",
+    rf"div\.{_INT}": "{0} = ({U})divide<{T}>(t, ({T}){1}, ({T}){2}, {line});",
+    rf"rem\.{_INT}": "{0} = ({U})remainder_of<{T}>(t, ({T}){1}, ({T}){2}, {line});",
+    rf"min\.{_INT}": "{0} = ({U})(({T}){1} < ({T}){2} ? ({T}){1} : ({T}){2});",
+    rf"max\.{_INT}": "{0} = ({U})(({T}){1} > ({T}){2} ? ({T}){1} : ({T}){2});",
+    rf"abs\.{_INT}": "{0} = ({U})(({T}){1} < 0 ? 0 - {1} : {1});",
+    rf"neg\.{_INT}": "{0} = ({U})(0 - {1});",
+    rf"and\.{_INT}": "{0} = ({U})({1} & {2});",
+    rf"or\.{_INT}": "{0} = ({U})({1} | {2});",
+    rf"xor\.{_INT}": "{0} = ({U})({1} ^ {2});",
+    rf"not\.{_INT}": "{0} = ({U})~{1};",
+    r"and\.pred": "{0} = {1} & {2};",
+    r"or\.pred": "{0} = {1} | {2};",
+    r"xor\.pred": "{0} = {1} ^ {2};",
+    r"not\.pred": "{0} = !{1};",
+    r"mov\.pred": "{0} = {1};",
+    r"cvta(\.to)?\.global\.u64": "{0} = {1};",
+    rf"shl\.{_INT}": "{0} = shl<{U}>(({U}){1}, {2});",
+    rf"shr\.{_INT}": "{0} = ({U})shr<{T}>(({T}){1}, {2});",
+    r"popc\.b32": "{0} = (u32)__builtin_popcount({1});",
+    r"clz\.b32": "{0} = clz({1});",
+    r"brev\.b32": "{0} = brev({1});",
+    r"bfind\.u32": "{0} = bfind({1});",
+    r"bfind\.shiftamt\.u32": "{0} = bfind_shift({1});",
+    r"shf\.(?P<op>[lr])\.(?P<how>wrap|clamp)\.b32": "{0} = shf_{op}({1}, {2}, {how}({3}));",
+    r"bfi\.b32": "{0} = bfi({1}, {2}, {3}, {4});",
+    r"bfe\.u32": "{0} = bfe_u32({1}, {2}, {3});",
+    r"lop3\.b32": "{0} = lop3({1}, {2}, {3}, {4});",
+    r"prmt\.b32": "{0} = prmt({1}, {2}, {3});",
+    rf"selp\.{_INT}": "{0} = {3} ? ({U}){1} : ({U}){2};",
+    r"selp\.f32": "{0} = {3} ? {1} : {2};",
+    # Numbers
+    r"(?P<op>add|sub|mul)(\.rn)?\.f32": "{0} = {op}_f32({1}, {2});",
+    r"(?P<op>max|min)\.f32": "{0} = {op}_f32({1}, {2});",
+    r"(?P<op>abs|neg)\.f32": "{0} = {op}_f32({1});",
+    r"fma\.rn\.f32": "{0} = fma_f32({1}, {2}, {3});",
+    r"div\.rn\.f32": "{0} = div_f32({1}, {2});",
+    r"sqrt\.rn\.f32": "{0} = sqrt_f32({1});",
+    r"ex2\.approx\.ftz\.f32": "{0} = ex2_ftz({1});",
+    r"rcp\.approx\.ftz\.f32": "{0} = rcp_ftz({1});",
+    r"mul(\.rn)?\.(?P<op>bf16x2|f16x2)": "{0} = mul_{op}({1}, {2});",
+    r"cvt\.rn\.(?P<op>bf16x2|f16x2)\.f32": "{0} = {op}_of_f32({1}, {2});",
+    r"cvt\.rn\.relu\.bf16x2\.f32": "{0} = bf16x2_relu_of_f32({1}, {2});",
+    r"cvt\.rn\.(?P<op>bf16|f16)\.f32": "{0} = {op}_bits(fp32({1}));",
+    r"cvt\.f32\.(?P<op>bf16|f16)": "{0} = fp32_bits({op}({1}));",
+    r"cvt\.rn\.f16x2\.e4m3x2": "{0} = f16x2_of_e4m3x2({1});",
+    rf"cvt\.rn\.f32\.{_INT}": "{0} = fp32_bits((float)({T}){1});",
+    rf"cvt\.(?P<to>[us](?:8|16|32|64))\.{_INT}": "{0} = ({to})({T}){1};",
+    # Order
+    r"bra(\.uni)?": "goto {0};",
+    r"ret|exit": "return;",
+    r"trap": 'fail(t, {line}, "trap");',
+    r"(bar|barrier)\.sync(\.aligned)?": "cta_meet(t, {0}, {1?}, {line});",
+    r"(bar|barrier)\.arrive(\.aligned)?": "cta_arrive(t, {0}, {1}, {line});",
+    r"bar\.red\.or\.pred": "{0} = cta_reduce(t, ANY, {1}, {-2?}, {-1}, {line});",
+    r"bar\.red\.and\.pred": "{0} = cta_reduce(t, EVERY, {1}, {-2?}, {-1}, {line});",
+    r"bar\.red\.popc\.u32": "{0} = cta_reduce(t, COUNT, {1}, {-2?}, {-1}, {line});",
+    r"bar\.warp\.sync": "warp_meet(t, (u32){0}, {line});",
+    r"barrier\.cluster\.arrive(\.release|\.relaxed)?(\.aligned)?": "cluster_arrive(t, {line});",
+    r"barrier\.cluster\.wait(\.acquire)?(\.aligned)?": "cluster_wait(t, {line});",
+    r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32": "aligned(t, {line});",
+    r"vote\.sync\.ballot\.b32": "{0} = ballot(t, {1}, {2}, {line});",
+    r"vote\.sync\.(?P<op>any|all)\.pred": "{0} = vote_{op}(t, {1}, {2}, {line});",
+    r"redux\.sync\.add\.[us]32": "{0} = reduce(t, ADD, {1}, {2}, {line});",
+    r"redux\.sync\.min\.u32": "{0} = reduce(t, MIN_U32, {1}, {2}, {line});",
+    r"redux\.sync\.max\.u32": "{0} = reduce(t, MAX_U32, {1}, {2}, {line});",
+    r"redux\.sync\.min\.s32": "{0} = reduce(t, MIN_S32, {1}, {2}, {line});",
+    r"redux\.sync\.max\.s32": "{0} = reduce(t, MAX_S32, {1}, {2}, {line});",
+    r"redux\.sync\.and\.b32": "{0} = reduce(t, AND, {1}, {2}, {line});",
+    r"redux\.sync\.or\.b32": "{0} = reduce(t, OR, {1}, {2}, {line});",
+    r"redux\.sync\.xor\.b32": "{0} = reduce(t, XOR, {1}, {2}, {line});",
+    # Fences order what happens here in order anyway, but for those before asynchronous reads.
+    r"fence\.proxy\.async(\.shared::cta)?": "fence_async(t);",
+    r"fence(\.acq_rel|\.sc)?\.(cta|cluster|gpu|sys)|fence\.mbarrier_init\.release\.cluster": _NOTHING,
+    r"membar\.(cta|gl|sys)": _NOTHING,
+    r"griddepcontrol\.(wait|launch_dependents)|\.pragma|prefetch\.global\.L[12]": _NOTHING,
+    # Barriers in shared memory
+    r"mbarrier\.init(\.shared(::cta)?)\.b64": "barrier_init(t, {0}, {1}, {line});",
+    r"mbarrier\.inval(\.shared(::cta)?)\.b64": "barrier_invalidate(t, {0}, {line});",
+    r"mbarrier\.arrive(\.release\.(cta|cluster))?\.shared(::cta)?\.b64": "{_}barrier_arrive(t, {1}, {2?1}, {line});",
+    r"mbarrier\.arrive(\.release\.(cta|cluster))?\.shared::cluster\.b64": (
+        "{_}barrier_arrive_remote(t, {1}, {2?1}, {line});"
+    ),
+    r"mbarrier\.arrive\.expect_tx(\.release\.cta)?\.shared(::cta)?\.b64": "{_}barrier_expect(t, {1}, {2}, {line});",
+    r"mbarrier\.try_wait\.parity(\.acquire\.(cta|cluster))?\.shared(::cta)?\.b64": (
+        "{0} = barrier_try_wait(t, {1}, {2}, {line});"
+    ),
+    r"mapa\.shared::cluster\.u32": "{0} = remote_address(t, {1}, {2}, {line});",
+    # Copies
+    r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)?": ("copy_small(t, {0}, {1}, {2}, {3?2}, {line});"),
+    r"cp\.async\.commit_group": "copies_commit(t);",
+    r"cp\.async\.wait_group": "copies_wait(t, {0});",
+    r"cp\.async\.wait_all": "copies_wait_all(t);",
+    r"cp\.async\.mbarrier\.arrive\.noinc(\.shared(::cta)?)?\.b64": "copies_arrive(t, {0}, {line});",
+    r"cp\.async\.bulk\.shared::(cluster|cta)\.global\.mbarrier::complete_tx::bytes": (
+        "copy_bulk(t, {0}, {1}, {2}, {3}, {line});"
+    ),
+    # Matrices
+    r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16": "{0} = transpose_matrix(t, {1}, {line});",
+    r"wgmma\.fence\.sync\.aligned": "matrices_fence(t, {line});",
+    r"wgmma\.commit_group\.sync\.aligned": "matrices_commit(t, {line});",
+    r"wgmma\.wait_group\.sync\.aligned": "matrices_wait(t, {0}, {line});",
+}
+_COMPARISONS = {
+    "eq": "{a} == {b}", "ne": "{a} != {b}", "lt": "{a} < {b}", "le": "{a} <= {b}", "gt": "{a} > {b}",
+    "ge": "{a} >= {b}", "lo": "{a} < {b}", "ls": "{a} <= {b}", "hi": "{a} > {b}", "hs": "{a} >= {b}",
+}  # fmt: skip
+# "ne" of numbers is false where one is NaN; the others with "u" are true there.
+_FLOAT_COMPARISONS = {
+    "eq": "{a} == {b}", "ne": "{a} < {b} || {a} > {b}", "lt": "{a} < {b}", "le": "{a} <= {b}", "gt": "{a} > {b}",
+    "ge": "{a} >= {b}", "equ": "!({a} < {b} || {a} > {b})", "neu": "{a} != {b}", "ltu": "!({a} >= {b})",
+    "leu": "!({a} > {b})", "gtu": "!({a} <= {b})", "geu": "!({a} < {b})", "num": "{a} == {a} && {b} == {b}",
+    "nan": "{a} != {a} || {b} != {b}",
+}  # fmt: skip
+_SPECIAL = {
+    "%tid.x": "(t.tid % t.block[0])", "%tid.y": "(t.tid / t.block[0] % t.block[1])",
+    "%tid.z": "(t.tid / t.block[0] / t.block[1])", "%ntid.x": "t.block[0]", "%ntid.y": "t.block[1]",
+    "%ntid.z": "t.block[2]",
+    "%ctaid.x": "t.ctaid[0]", "%ctaid.y": "t.ctaid[1]", "%ctaid.z": "t.ctaid[2]",
+    "%nctaid.x": "t.nctaid[0]", "%nctaid.y": "t.nctaid[1]", "%nctaid.z": "t.nctaid[2]",
+    "%laneid": "t.lane", "%cluster_ctarank": "t.cluster_rank", "%cluster_nctarank": "t.cluster_size",
+}  # fmt: skip
+_REGISTERS = {"pred": "bool", "8": "u8", "16": "u16", "32": "u32", "64": "u64"}
+# Of loads and stores, what says nothing about their value here.
+_HINTS = {"nc", "volatile", "relaxed", "weak", "gpu", "sys"}
 
 
-class NotEmulated(Exception):
-    """An instruction that no rule knows."""
+def translate(kernel: Kernel, shared_start: dict[str, int]) -> str:
+    """C++ of `kernel`, whose arrays in shared memory begin at `shared_start`. Raises NotImplementedError for an
+    instruction that is not known, and names it."""
+    return _Translation(kernel, shared_start).text()
 
 
-def translate(ptx: str) -> str:
-    """The C++ of the only kernel of a module. Raises NotEmulated."""
-    text = _COMMENT.sub("", ptx)
-    symbols = re.findall(r"\.extern \.shared [^;]*?(\w+)\[\];", text)
-    head, body = re.split(r"^\{$", text, maxsplit=1, flags=re.MULTILINE)
-    parameters = re.findall(r"\.param \.\w+ (\w+)", head)
-    scopes, names, out = [0], [{}], []
-    variables: list[str] = []
-    blocks, line = 0, text[: text.index(body)].count("\n") + 1
-    pieces = re.split(r"([;{}:\n])", body)
-    translator = _Translator(parameters, symbols)
-    depth, held = 0, ""
-    for piece in pieces:
-        if piece == "\n":
-            line += 1
-            held += " "
-            continue
-        if piece == "{" and not held.strip():  # a scope, and no list of registers
-            blocks += 1
-            scopes.append(blocks)
-            names.append({})
-            held = ""
-        elif piece == "}" and depth == 0:
-            scopes.pop()
-            names.pop()
-            held = ""
-        elif piece == ":" and re.fullmatch(r"\s*[$\w]+\s*", held):
-            out.append(f"{_label(held.strip(), scopes[-1])}:;")
-            held = ""
-        elif piece == ";":
-            statement = " ".join(held.split())
-            held = ""
-            if not statement:
-                continue
-            if declared := _REGISTERS.fullmatch(statement + ";"):
-                for name, count in _declared(declared[2]):
-                    known = name if not name.startswith("%") else name[1:]
-                    for register in [known] if count is None else [f"{known}{i}" for i in range(count)]:
-                        unique = f"{register}_{scopes[-1]}"
-                        names[-1][("%" if name.startswith("%") else "") + register] = unique
-                        variables.append(f"{_WIDTHS[declared[1]]} {unique}")
-                continue
-            if statement.startswith("."):
-                continue  # .pragma, .loc
-            out.append(translator.statement(statement, ChainMap(*reversed(names)), scopes[-1], line))
+@dataclass(frozen=True)
+class _Declared:
+    type: str
+    name: str
+    numbered: bool
+
+
+class _Translation:
+    def __init__(self, kernel: Kernel, shared_start: dict[str, int]) -> None:
+        self._kernel = kernel
+        self._shared_start = shared_start
+        self._declared: dict[tuple[int, str], _Declared] = {}
+        self._labels = {(item.scope, item.name) for item in kernel.body if isinstance(item, Label)}
+        self._registers: dict[str, str] = {}
+        self._scope = self._line = 0
+        self._rules = [(re.compile(pattern), template) for pattern, template in _SIMPLE.items()]
+        self._special: list[tuple[re.Pattern[str], Callable[[re.Match[str], list[str]], str]]] = [
+            (re.compile(r"setp\.(\w+)\.(f32|[usb]\d+)"), self._compare),
+            (re.compile(r"mov\.[busf](16|32|64)"), self._move),
+            (re.compile(r"(atom|red)(?:\.relaxed|\.gpu|\.cta)*\.(shared|global)\.(\w+)\.([usb])(32|64)"), self._atomic),
+            (re.compile(r"shfl\.sync\.(\w+)\.b32"), self._shuffle),
+            (
+                re.compile(r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.v([24]))?\.[bufs](32|64)"),
+                self._store_async,
+            ),
+            (re.compile(r"(ld|st)\.(.+)"), self._memory),
+            (
+                re.compile(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16"),
+                self._matrices,
+            ),
+            (re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32"), self._multiply),
+            (
+                re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2"),
+                self._multiply_async,
+            ),
+        ]  # fmt: skip
+
+    def text(self) -> str:
+        lines = []
+        for item in self._kernel.body:
+            if isinstance(item, Label):
+                lines.append(f"{_label(item.scope, item.name)}:;")
+            elif item.text.startswith(".reg"):
+                self._declare(item)
+            else:
+                lines.append(self._instruction(item))
+        registers = [f"    {kind} {name} = ({kind})UNSET;" for name, kind in sorted(self._registers.items())]
+        return "\n".join(('#include "machine.hpp"', "void kernel(Thread& t) {", *registers, *lines, "}", ""))
+
+    def _declare(self, item: Statement) -> None:
+        _, kind, names = item.text.split(maxsplit=2)
+        kind = _REGISTERS[kind[1:] if kind == ".pred" else re.sub(r"^\.[busf]", "", kind)]
+        for name in names.split(","):
+            base, numbered, _ = name.strip().partition("<")
+            self._declared[item.scope, base] = _Declared(kind, base, bool(numbered))
+
+    def _instruction(self, item: Statement) -> str:
+        self._scope, self._line = item.scope, item.line
+        guard, rest = "", item.text
+        if rest.startswith("@"):
+            predicate, rest = rest[1:].split(maxsplit=1)
+            guard = f"if ({self._value(predicate)}) "
+        opcode, _, operands = rest.partition(" ")
+        return f"    {guard}{{ {self._translated(opcode, _split(operands))} }}"
+
+    def _translated(self, opcode: str, operands: list[str]) -> str:
+        for pattern, template in self._rules:
+            if found := pattern.fullmatch(opcode):
+                return self._fill(template, found, operands)
+        for pattern, translate_it in self._special:
+            if found := pattern.fullmatch(opcode):
+                return translate_it(found, operands)
+        raise NotImplementedError(
+            f"{self._kernel.name} has the PTX instruction {opcode} (line {self._line}), which the emulator does not "
+            "know: add it to tests/backends/cuda/emulator/translate.py"
+        )
+
+    def _fill(self, template: str, found: re.Match[str], operands: list[str]) -> str:
+        names = {"line": str(self._line), **{key: value for key, value in found.groupdict().items() if value}}
+        if bits := names.get("bits"):
+            signed = names["kind"] == "s"
+            double = str(2 * int(bits))
+            names |= {"U": f"u{bits}", "T": f"{'s' if signed else 'u'}{bits}"}
+            names |= {"W": f"u{double}", "X": f"{'s' if signed else 'u'}{double}"}
+
+        def value(place: re.Match[str]) -> str:
+            name = place[1]
+            if name == "_":
+                if operands[0] != "_":
+                    raise NotImplementedError(f"the state that {found[0]} (line {self._line}) returns is not emulated")
+                return ""
+            if number := re.fullmatch(r"(-?\d+)(\??)(\d*)", name):
+                return self._operand(found[0], operands, int(number[1]), number[2] == "?", number[3])
+            return names[name]
+
+        return re.sub(r"\{([^{} ]+)\}", value, template)
+
+    def _operand(self, opcode: str, operands: list[str], at: int, optional: bool, instead: str) -> str:
+        """The operand; an optional one that is missing is 0, or 1, or another one."""
+        if at < 0:  # counted from the end, of an instruction whose third operand may be missing
+            if at == -2 and len(operands) == 3:
+                return "0"
+            at += len(operands)
+        if at >= len(operands):
+            if not optional:
+                raise NotImplementedError(f"{opcode} (line {self._line}) with so few operands is not emulated")
+            if instead == "2":
+                return self._value(operands[2])
+            return instead or "0"
+        return self._label(operands[at]) if opcode.startswith("bra") else self._value(operands[at])
+
+    def _value(self, operand: str) -> str:
+        """C++ of a register, a number, an address or a name."""
+        operand = operand.strip()
+        if operand.startswith("!"):
+            return f"!{self._value(operand[1:])}"
+        if operand.startswith("["):
+            return self._address(operand[1:-1])
+        if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
+            return f"0x{operand[2:]}u"
+        if re.fullmatch(r"-?\d+|-?0[xX][0-9a-fA-F]+", operand):
+            number = int(operand, 0)
+            return f"(s64){number}ll" if number < 0 else f"{number}u" if number < 1 << 32 else f"{number}ull"
+        if operand in _SPECIAL:
+            return _SPECIAL[operand]
+        if operand in self._shared_start:
+            return f"(t.shared_first + {self._shared_start[operand]}u)"
+        if operand in self._kernel.parameters:
+            return f"t.parameters[{self._kernel.parameters.index(operand)}]"
+        return self._register(operand)
+
+    def _address(self, operand: str) -> str:
+        base, plus, offset = operand.partition("+")
+        value = self._value(base)
+        return f"({value} + {self._value(offset)})" if plus else value
+
+    def _register(self, name: str) -> str:
+        scope = self._scope
+        base = re.sub(r"\d+$", "", name)
+        while scope >= 0:
+            exact = self._declared.get((scope, name))
+            many = self._declared.get((scope, base))
+            found = exact if exact and not exact.numbered else many if many and many.numbered else None
+            if found is not None:
+                c_name = "_" + re.sub(r"\W", "_", name.lstrip("%")) + (f"_of_{scope}" if scope else "")
+                self._registers[c_name] = found.type
+                return c_name
+            scope = self._kernel.parents[scope]
+        raise NotImplementedError(f"the emulator does not know {name} (line {self._line})")
+
+    def _compare(self, found: re.Match[str], operands: list[str]) -> str:
+        to, a, b = (self._value(operand) for operand in operands)
+        how, kind = found.groups()
+        if kind == "f32":
+            return f"{to} = {_FLOAT_COMPARISONS[how].format(a=f'fp32({a})', b=f'fp32({b})')};"
+        kind = kind.replace("b", "u")
+        return f"{to} = {_COMPARISONS[how].format(a=f'({kind}){a}', b=f'({kind}){b}')};"
+
+    def _move(self, found: re.Match[str], operands: list[str]) -> str:
+        to, value = operands
+        bits = int(found[1])
+        if to.startswith("{"):
+            parts = _split(to[1:-1])
+            each = bits // len(parts)
+            taken = [(i, self._value(part)) for i, part in enumerate(parts) if part != "_"]
+            return " ".join(f"{part} = (u{each})({self._value(value)} >> {each * i});" for i, part in taken)
+        if value.startswith("{"):
+            parts = _split(value[1:-1])
+            each = bits // len(parts)
+            joined = " | ".join(f"(u{bits}){self._value(part)} << {each * i}" for i, part in enumerate(parts))
+            return f"{self._value(to)} = (u{bits})({joined});"
+        return f"{self._value(to)} = (u{bits}){self._value(value)};"
+
+    def _memory(self, found: re.Match[str], operands: list[str]) -> str:
+        """Loads and stores. What lies in shared memory is written down as stored."""
+        loads = found[1] == "ld"
+        words = [
+            word
+            for word in found[2].replace("::", "@").split(".")
+            if word not in _HINTS and "L1@" not in word and "L2@" not in word
+        ]
+        *words, kind = words
+        count = int(words.pop()[1:]) if words and re.fullmatch("v[24]", words[-1]) else 1
+        space = words.pop(0) if words else "generic"
+        known = {"global", "shared", "shared@cta", "shared@cluster", "generic"} | ({"param"} if loads else set())
+        if words or space not in known or not re.fullmatch(r"[busf](8|16|32|64)", kind):
+            raise NotImplementedError(f"{found[0]} (line {self._line}) is not emulated")
+        memory, registers = operands[::-1] if loads else operands
+        parts = _split(registers[1:-1]) if count > 1 else [registers]
+        kind = kind.replace("b", "u").replace("f", "u")
+        address = self._value(memory)
+        if space == "param":
+            return f"{self._value(parts[0])} = ({kind}){address};"
+        size = int(kind[1:]) // 8 * count
+        at = {
+            "global": f"global_at(t, {address}, {size}, {self._line})",
+            "generic": f"global_at(t, {address}, {size}, {self._line})",
+            "shared@cluster": f"cluster_shared_at(t, (u32){address}, {size}, {self._line})",
+        }.get(space, f"{'shared_at' if loads else 'stored_at'}(t, (u32){address}, {size}, {self._line})")
+        if loads:
+            takes = " ".join(f"{self._value(part)} = v.x[{i}];" for i, part in enumerate(parts) if part != "_")
+            return f"auto v = load<{kind}, {count}>({at}); {takes}"
+        values = ", ".join(f"({kind}){self._value(part)}" for part in parts)
+        return f"store({at}, Numbers<{kind}, {count}>{{{{{values}}}}});"
+
+    def _atomic(self, found: re.Match[str], operands: list[str]) -> str:
+        _, space, how, sign, bits = found.groups()
+        kind = f"{'s' if sign == 's' else 'u'}{bits}"
+        returns = found[1] == "atom"
+        memory, *values = operands[returns:]
+        values = [f"({kind}){self._value(value)}" for value in values]
+        change = {
+            "add": "(T)(old + b)", "min": "old < b ? old : b", "max": "old > b ? old : b", "and": "(T)(old & b)",
+            "or": "(T)(old | b)", "xor": "(T)(old ^ b)", "exch": "b", "cas": "old == b ? c : old",
+        }.get(how)  # fmt: skip
+        if change is None:
+            raise NotImplementedError(f"{found[0]} (line {self._line}) is not emulated")
+        where = "stored_at" if space == "shared" else "global_at"
+        at = f"{where}(t, {self._value(memory)}, {int(bits) // 8}, {self._line})"
+        given = "".join(f" T {name} = {value};" for name, value in zip("bc", values, strict=False))
+        result = f"{self._value(operands[0])} = (u{bits})" if returns and operands[0] != "_" else ""
+        return f"typedef {kind} T;{given} {result}exchange<T>({at}, [&](T old) {{ return {change}; }});"
+
+    def _shuffle(self, found: re.Match[str], operands: list[str]) -> str:
+        to, *values = operands
+        how = {"up": "UP", "down": "DOWN", "bfly": "BUTTERFLY", "idx": "INDEX"}[found[1]]
+        to, _, inside = to.partition("|")
+        x, lane, limits, mask = (f"(u32){self._value(value)}" for value in values)
+        tells = f" {self._value(inside)} = inside;" if inside else ""
+        call = f"shuffle(t, {how}, {x}, {lane}, {limits}, {mask}, inside, {self._line})"
+        return f"bool inside; {self._value(to)} = {call};{tells}"
+
+    def _store_async(self, found: re.Match[str], operands: list[str]) -> str:
+        to, values, barrier = operands
+        parts = _split(values[1:-1]) if found[2] else [values]
+        data = ", ".join(self._value(part) for part in parts)
+        size = int(found[3]) // 8 * len(parts)
+        return (
+            f"u{found[3]} data[] = {{{data}}}; "
+            f"store_async(t, {self._value(to)}, data, {size}, {self._value(barrier)}, {self._line});"
+        )
+
+    def _matrices(self, found: re.Match[str], operands: list[str]) -> str:
+        loads, count, turned = found[1] == "ld", int(found[2]), "true" if found[3] else "false"
+        registers, memory = operands if loads else operands[::-1]
+        parts = [self._value(part) for part in _split(registers.strip("{}"))]
+        if loads:
+            takes = " ".join(f"{part} = m[{i}];" for i, part in enumerate(parts))
+            return (
+                f"u32 m[4]; load_matrices(t, m, {count}, {turned}, (u32){self._value(memory)}, {self._line}); {takes}"
+            )
+        values = ", ".join(parts)
+        at = f"(u32){self._value(memory)}"
+        return f"u32 m[] = {{{values}}}; store_matrices(t, m, {count}, {turned}, {at}, {self._line});"
+
+    def _list(self, operand: str) -> list[str]:
+        return [self._value(part) for part in _split(operand[1:-1])]
+
+    def _multiply(self, found: re.Match[str], operands: list[str]) -> str:
+        to, a, b, c = (self._list(operand) for operand in operands)
+        takes = " ".join(f"{register} = c[{i}];" for i, register in enumerate(to))
+        return (
+            f"u32 a[] = {{{', '.join(a)}}}, b[] = {{{', '.join(b)}}}, c[] = {{{', '.join(c)}}}; "
+            f"multiply(t, {found[1].upper()}, c, a, b, {self._line}); {takes}"
+        )
+
+    def _multiply_async(self, found: re.Match[str], operands: list[str]) -> str:
+        sums = ", ".join(f"&{register}" for register in self._list(operands[0]))
+        from_registers = operands[1].startswith("{")
+        a = f"u32 a[] = {{{', '.join(self._list(operands[1]))}}}; " if from_registers else "u32* a = nullptr; "
+        a_at = "0" if from_registers else self._value(operands[1])
+        b_at, add, a_sign, b_sign, *turned = (self._value(operand) for operand in operands[2:])
+        a_turned, b_turned = ("0", *turned) if from_registers else turned
+        return (
+            f"u32* sums[] = {{{sums}}}; {a}"
+            f"multiply_async(t, {found[2].upper()}, {found[1]}, sums, a, {a_at}, {b_at}, {add}, "
+            f"(int){a_sign}, (int){b_sign}, {a_turned}, {b_turned}, {self._line});"
+        )
+
+    def _label(self, name: str) -> str:
+        scope = self._scope
+        while (scope, name) not in self._labels:
+            scope = self._kernel.parents[scope]
+        return _label(scope, name)
+
+
+def _label(scope: int, name: str) -> str:
+    return f"at_{scope}_{name.replace('$', '_')}"
+
+
+def _split(operands: str) -> list[str]:
+    """At commas outside braces and brackets."""
+    parts, depth = [""], 0
+    for char in operands:
+        depth += (char in "{[") - (char in "}]")
+        if char == "," and depth == 0:
+            parts.append("")
         else:
-            depth += (piece == "{") - (piece == "}")
-            held += piece
-    used = set(re.findall(r"\w+", " ".join(out)))
-    live = [variable for variable in variables if variable.split()[1] in used]
-    declarations = "\n".join(f"    {variable} = ({variable.split()[0]})UNSET;" for variable in live)
-    body = "\n".join(out)
-    return f'#include "machine.hpp"\n\nvoid kernel(Thread& t) {{\n{declarations}\n{body}\n}}\n'
-
-
-def _declared(names: str) -> list[tuple[str, int | None]]:
-    found = []
-    for name in names.split(","):
-        match = re.fullmatch(r"\s*([%\w]+)(?:<(\d+)>)?\s*", name)
-        assert match, name
-        found.append((match[1], int(match[2]) if match[2] else None))
-    return found
-
-
-def _label(name: str, scope: int) -> str:
-    # Labels of inline assembly repeat; those of the compiler do not, and are jumped to from everywhere.
-    return name.replace("$", "") if name.startswith("$") else f"{name}_{scope}"
-
-
-class _Translator:
-    """What the statements of one kernel have in common."""
-
-    def __init__(self, parameters: list[str], symbols: list[str]) -> None:
-        self.parameters, self.symbols = parameters, symbols
-
-    def statement(self, text: str, names: Mapping[str, str], scope: int, line: int) -> str:
-        if guard := _GUARD.fullmatch(text):
-            condition = self.value(guard[2], names)
-            return f"    if ({guard[1]}{condition}) {{ {self.statement(guard[3], names, scope, line).strip()} }}"
-        name, _, rest = text.partition(" ")
-        if name.startswith(_IGNORED):
-            return "    ;"
-        call = Instruction(self, name, _operands(rest), names, scope, line)
-        for pattern, rule in RULES:
-            if match := re.fullmatch(pattern, name):
-                return f"    {rule(call, *match.groups())}"
-        raise NotEmulated(f"{text!r} at line {line}: expected an instruction that a rule of translate.py knows")
-
-    def value(self, operand: str, names: Mapping[str, str]) -> str:
-        if operand in names:
-            return names[operand]
-        if operand.startswith("%") and (special := _special(operand[1:])):
-            return special
-        if operand in self.symbols:
-            return "t.shared_first"
-        if match := re.fullmatch(r"0f([0-9a-fA-F]{8})", operand):
-            return f"0x{match[1]}u"
-        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
-            number = int(operand.rstrip("U"), 0)
-            return f"0x{number % (1 << 64):x}ull" if not 0 <= number < 1 << 31 else f"{number}"
-        raise NotEmulated(f"the operand {operand!r}")
-
-
-def _special(name: str) -> str | None:
-    axis = "xyz".find(name[-1])
-    return {
-        "tid": ("t.tid % t.block[0]", "t.tid / t.block[0] % t.block[1]", "t.tid / t.block[0] / t.block[1]")[axis],
-        "ntid": f"t.block[{axis}]", "ctaid": f"t.ctaid[{axis}]", "nctaid": f"t.nctaid[{axis}]",
-    }.get(name[:-2]) or {
-        "cluster_ctarank": "t.cluster_rank", "cluster_nctarank": "t.cluster_size", "laneid": "t.lane",
-    }.get(name)  # fmt: skip
-
-
-def _operands(text: str) -> list[str]:
-    """Parts between commas that are in no braces or brackets."""
-    parts, depth, part = [], 0, ""
-    for letter in text:
-        depth += (letter in "{[") - (letter in "}]")
-        if letter == "," and depth == 0:
-            parts.append(part.strip())
-            part = ""
-        else:
-            part += letter
-    return [*parts, part.strip()] if part.strip() else parts
-
-
-class Instruction:
-    """One instruction, and its operands as C++."""
-
-    def __init__(
-        self, translator: _Translator, name: str, operands: list[str], names: Mapping[str, str], scope: int, line: int
-    ) -> None:
-        self._translator, self._names, self._scope = translator, names, scope
-        self.name, self.operands, self.line = name, operands, line
-
-    def __len__(self) -> int:
-        return len(self.operands)
-
-    def raw(self, which: int) -> str:
-        return self.operands[which]
-
-    def __getitem__(self, which: int) -> str:
-        return self._translator.value(self.operands[which], self._names)
-
-    def typed(self, which: int, kind: str) -> str:
-        """As a number of PTX's type `kind`, such as s32."""
-        return f"({_number(kind)}){self[which]}"
-
-    def registers(self, which: int) -> list[str]:
-        """Of a list in braces, or one alone."""
-        return [self._translator.value(part, self._names) for part in _operands(self.operands[which].strip("{}"))]
-
-    def either(self, which: int) -> tuple[str, str]:
-        """The registers of `a|b`."""
-        first, _, second = self.operands[which].partition("|")
-        return self._translator.value(first, self._names), self._translator.value(second, self._names)
-
-    def address(self, which: int) -> str:
-        base, _, offset = self.operands[which].strip("[]").partition("+")
-        return f"({self._translator.value(base.strip(), self._names)} + {int(offset or 0)})"
-
-    def parameter(self, which: int) -> str:
-        base, _, offset = self.operands[which].strip("[]").partition("+")
-        assert not offset, "parameters are scalars"
-        return f"t.parameters[{self._translator.parameters.index(base)}]"
-
-    def label(self, which: int) -> str:
-        return _label(self.operands[which], self._scope)
-
-    def put(self, value: str, which: int = 0) -> str:
-        """To a register, which may be wider or narrower; `_` is none."""
-        target = self.operands[which]
-        return f"{value};" if target == "_" else f"{self[which]} = {value};"
-
-
-def _number(kind: str) -> str:
-    return {"b": "u", "f": "u", "u": "u", "s": "s"}[kind[0]] + kind[1:]
-
-
-def _unsigned(kind: str) -> str:
-    return "u" + kind[1:]
-
-
-def _binary(i: Instruction, operation: str, kind: str) -> str:
-    if kind == "pred":
-        return i.put(f"{i[1]} {operation} {i[2]}")
-    return i.put(f"({_unsigned(kind)})({i.typed(1, _unsigned(kind))} {operation} {i.typed(2, _unsigned(kind))})")
-
-
-def _float(i: Instruction, name: str) -> str:
-    return i.put(f"{name}({', '.join(i[n] for n in range(1, len(i)))})")
-
-
-def _extreme(i: Instruction, name: str, kind: str) -> str:
-    a, b = i.typed(1, kind), i.typed(2, kind)
-    return i.put(f"({_unsigned(kind)})({a} {'<' if name == 'min' else '>'} {b} ? {a} : {b})")
-
-
-def _wide(i: Instruction, kind: str, sum_of: bool) -> str:
-    wide = f"{kind[0]}{2 * int(kind[1:])}"
-    product = f"(u64)(({_number(wide)})({i.typed(1, kind)}) * ({_number(wide)})({i.typed(2, kind)}))"
-    return i.put(f"(u{wide[1:]})({product} + {i[3]})" if sum_of else f"(u{wide[1:]}){product}")
-
-
-def _high(i: Instruction, kind: str) -> str:
-    wide = f"{kind[0]}64"
-    return i.put(f"(u32)((({wide})({i.typed(1, kind)}) * ({wide})({i.typed(2, kind)})) >> 32)")
-
-
-def _compare(i: Instruction, how: str, kind: str) -> str:
-    if kind == "f32":
-        a, b = f"fp32({i[1]})", f"fp32({i[2]})"
-        if how.endswith("u") and how != "u":  # or one of them is no number
-            return i.put(f"!({a} {_COMPARISONS[_OPPOSITE[how[:-1]]]} {b})")
-        if how in ("num", "nan"):
-            return i.put(f"({a} == {a} && {b} == {b}) == {int(how == 'num')}")
-        return i.put(f"{a} {_COMPARISONS[how]} {b} && {a} == {a} && {b} == {b}")
-    return i.put(f"{i.typed(1, kind)} {_COMPARISONS[how]} {i.typed(2, kind)}")
-
-
-_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
-
-
-def _move(i: Instruction, kind: str) -> str:
-    if i.raw(1).startswith("{"):
-        parts = i.registers(1)
-        bits = int(kind[1:]) // len(parts)
-        terms = (f"(u{kind[1:]})(u{bits}){part} << {bits * n}" for n, part in enumerate(parts))
-        return i.put(f"(u{kind[1:]})({' | '.join(terms)})")
-    if i.raw(0).startswith("{"):
-        parts = i.registers(0)
-        bits = int(kind[1:]) // len(parts)
-        return " ".join(f"{part} = (u{bits})({i[1]} >> {bits * n});" for n, part in enumerate(parts))
-    return i.put(i[1])
-
-
-def _load(i: Instruction, place: str, count: str | None, kind: str) -> str:
-    number, n = _number(kind), int(count or 1)
-    width = int(kind[1:]) // 8 * n
-    put = " ".join(f"{to} = v.x[{k}];" for k, to in enumerate(i.registers(0)))
-    return f"{{ auto v = load<{number}, {n}>({place}(t, {i.address(1)}, {width}, {i.line})); {put} }}"
-
-
-def _store(i: Instruction, place: str, count: str | None, kind: str) -> str:
-    number, n = _unsigned(kind), int(count or 1)
-    width = int(kind[1:]) // 8 * n
-    values = ", ".join(f"({number}){value}" for value in i.registers(1))
-    return f"store<{number}, {n}>({place}(t, {i.address(0)}, {width}, {i.line}), {{{{{values}}}}});"
-
-
-def _atomic(i: Instruction, place: str, operation: str, kind: str, gives: bool) -> str:
-    number, at, by = _number(kind), int(gives), int(gives) + 1
-    given = f"({number}){i[by]}"
-    change = {
-        "add": f"old + {given}", "or": f"old | {given}", "and": f"old & {given}", "exch": given,
-        "max": f"old > {given} ? old : {given}", "min": f"old < {given} ? old : {given}",
-    }[operation]  # fmt: skip
-    width = int(kind[1:]) // 8
-    call = (
-        f"exchange<{number}>({place}(t, {i.address(at)}, {width}, {i.line}), [&]({number} old) {{ return {change}; }})"
-    )
-    return i.put(f"({_unsigned(kind)}){call}") if gives else f"(void){call};"
-
-
-def _place(space: str | None) -> str:
-    return {None: "global_at", "global": "global_at", "shared": "shared_at", "shared::cta": "shared_at",
-            "shared::cluster": "cluster_shared_at"}[space]  # fmt: skip
-
-
-def _shuffle(i: Instruction, how: str) -> str:
-    direction = {"up": "UP", "down": "DOWN", "bfly": "BUTTERFLY", "idx": "INDEX"}[how]
-    to, inside = i.either(0) if "|" in i.raw(0) else (i[0], "unused")
-    call = f"{to} = shuffle(t, {direction}, {i[1]}, {i[2]}, {i[3]}, {i[4]}, inside, {i.line});"
-    keep = "" if inside == "unused" else f" {inside} = inside;"
-    return f"{{ bool inside; {call}{keep} }}"
-
-
-def _vote(i: Instruction, how: str) -> str:
-    found = f"ballot(t, {i[1]}, {i[2]}, {i.line})"
-    return i.put({"any": f"{found} != 0", "all": f"{found} == (u32)({i[2]})", "ballot": found}[how])
-
-
-def _references(registers: list[str]) -> str:
-    return ", ".join(f"&{register}" for register in registers)
-
-
-def _mma(i: Instruction, kind: str) -> str:
-    half = {"bf16": "BF16", "f16": "F16"}[kind]
-    begin = " ".join(f"u32 s{n} = {value};" for n, value in enumerate(i.registers(3)))
-    a, b = (f"const u32 {name}[] = {{{', '.join(i.registers(n))}}};" for name, n in (("a", 1), ("b", 2)))
-    call = f"u32* const sums[] = {{&s0, &s1, &s2, &s3}}; multiply(t, {half}, sums, a, b, {i.line});"
-    end = " ".join(f"{to} = s{n};" for n, to in enumerate(i.registers(0)))
-    return f"{{ {begin} {a} {b} {call} {end} }}"
-
-
-def _wgmma(i: Instruction, columns: str, kind: str) -> str:
-    half = {"bf16": "BF16", "f16": "F16"}[kind]
-    held = i.raw(1).startswith("{")
-    if [i.raw(4), i.raw(5)] != ["1", "1"] or (not held and i.raw(6) != "0"):
-        raise NotEmulated(f"{i.name} with {i.operands[4:]}: expected positive operands, A not turned")
-    turned = i[6] if held else i[7]
-    a = f"const u32* const a[] = {{{_references(i.registers(1))}}};" if held else "const u32* const* a = nullptr;"
-    return (
-        f"{{ u32* const sums[] = {{{_references(i.registers(0))}}}; {a} multiply_async(t, {half}, {columns}, sums, a, "
-        f"{'0' if held else i[1]}, {i[2]}, {turned}, {i[3]}, {i.line}); }}"
-    )
-
-
-def _bulk(i: Instruction) -> str:
-    return f"copy_bulk(t, {i.address(0)}, {i.address(1)}, {i[2]}, {i.address(3)}, {i.line});"
-
-
-def _give(i: Instruction) -> str:
-    words = i.registers(1)
-    call = f"store_async(t, {i.address(0)}, words, {len(words)}, {i.address(2)}, {i.line});"
-    return f"{{ const u32 words[] = {{{', '.join(words)}}}; {call} }}"
-
-
-def _matrices(i: Instruction, count: str, turned: bool) -> str:
-    to = _references(i.registers(0))
-    return f"{{ u32* const to[] = {{{to}}}; load_matrices(t, to, {count}, {int(turned)}, {i.address(1)}, {i.line}); }}"
-
-
-def _narrow(i: Instruction, relu: bool, kind: str) -> str:
-    name = {"bf16x2": "bf16x2_relu_of_f32" if relu else "bf16x2_of_f32", "f16x2": "f16x2_of_f32"}[kind]
-    return i.put(f"{name}({i[1]}, {i[2]})")
-
-
-def _copy_small(i: Instruction, bytes_: str) -> str:
-    live = i[3] if len(i) > 3 else bytes_
-    return f"copy_small(t, {i.address(0)}, {i.address(1)}, {bytes_}, {live}, {i.line});"
-
-
-_INT = r"([sub](?:16|32|64))"
-_REDUCE = {"add": "ADD", "and": "AND", "or": "OR", "xor": "XOR"}
-RULES: list[tuple[str, Callable[..., str]]] = [
-    (rf"add\.{_INT}", lambda i, k: _binary(i, "+", k)),
-    (rf"sub\.{_INT}", lambda i, k: _binary(i, "-", k)),
-    (rf"mul\.lo\.{_INT}", lambda i, k: _binary(i, "*", k)),
-    (rf"mul\.wide\.{_INT}", lambda i, k: _wide(i, k, False)),
-    (rf"mad\.wide\.{_INT}", lambda i, k: _wide(i, k, True)),
-    (r"mul\.hi\.([su]32)", _high),
-    (rf"mad\.lo\.{_INT}", lambda i, k: i.put(f"(u{k[1:]})({i[1]} * {i[2]} + {i[3]})")),
-    (rf"(min|max)\.{_INT}", _extreme),
-    (rf"div\.{_INT}", lambda i, k: i.put(f"divide<{_number(k)}>(t, {i[1]}, {i[2]}, {i.line})")),
-    (rf"rem\.{_INT}", lambda i, k: i.put(f"remainder_of<{_number(k)}>(t, {i[1]}, {i[2]}, {i.line})")),
-    (rf"neg\.{_INT}", lambda i, k: i.put(f"(u{k[1:]})(0 - {i[1]})")),
-    (rf"abs\.{_INT}", lambda i, k: i.put(f"(u{k[1:]})({i.typed(1, k)} < 0 ? 0 - {i[1]} : {i[1]})")),
-    (r"and\.(\w+)", lambda i, k: _binary(i, "&", k)),
-    (r"or\.(\w+)", lambda i, k: _binary(i, "|", k)),
-    (r"xor\.(\w+)", lambda i, k: _binary(i, "^", k)),
-    (r"not\.pred", lambda i: i.put(f"!{i[1]}")),
-    (r"not\.(b\d+)", lambda i, k: i.put(f"(u{k[1:]})~{i[1]}")),
-    (r"shl\.(b\d+)", lambda i, k: i.put(f"shl<u{k[1:]}>({i[1]}, {i[2]})")),
-    (rf"shr\.{_INT}", lambda i, k: i.put(f"(u{k[1:]})shr<{_number(k)}>({i.typed(1, k)}, {i[2]})")),
-    (r"lop3\.b32", lambda i: _float(i, "lop3")),
-    (r"popc\.b32", lambda i: i.put(f"(u32)__builtin_popcount({i[1]})")),
-    (r"(brev|clz|prmt|bfi)\.b32", _float),
-    (r"bfe\.u32", lambda i: _float(i, "bfe_u32")),
-    (r"bfind\.u32", lambda i: _float(i, "bfind")),
-    (r"bfind\.shiftamt\.u32", lambda i: _float(i, "bfind_shift")),
-    (r"(add|sub|mul)\.(?:rn\.)?f32", lambda i, n: _float(i, f"{n}_f32")),
-    (r"(max|min|abs|neg)\.f32", lambda i, n: _float(i, f"{n}_f32")),
-    (r"fma\.rn\.f32", lambda i: _float(i, "fma_f32")),
-    (r"div\.rn\.f32", lambda i: _float(i, "div_f32")),
-    (r"ex2\.approx\.ftz\.f32", lambda i: _float(i, "ex2_ftz")),
-    (r"rcp\.approx\.ftz\.f32", lambda i: _float(i, "rcp_ftz")),
-    (r"mul\.(?:rn\.)?(bf16x2|f16x2)", lambda i, k: _float(i, f"mul_{k}")),
-    (r"setp\.(\w+)\.(\w+)", _compare),
-    (r"selp\.(\w+)", lambda i, k: i.put(f"(u{k[1:]})({i[3]} ? {i[1]} : {i[2]})")),
-    (r"mov\.pred", lambda i: i.put(i[1])),
-    (r"mov\.([busf]\d+)", _move),
-    (r"cvta(?:\.to)?\.\w+\.u64", lambda i: i.put(i[1])),
-    (r"cvt\.([su]\d+)\.([su]\d+)", lambda i, to, of: i.put(f"(u{to[1:]})({_number(to)})({_number(of)}){i[1]}")),
-    (r"cvt\.rn\.f32\.([su]32)", lambda i, k: i.put(f"fp32_bits((float){i.typed(1, k)})")),
-    (r"cvt\.f32\.f16", lambda i: i.put(f"fp32_bits(f16({i[1]}))")),
-    (r"cvt\.f32\.bf16", lambda i: i.put(f"fp32_bits(bf16({i[1]}))")),
-    (r"cvt\.rn\.(relu\.)?(bf16x2|f16x2)\.f32", lambda i, r, k: _narrow(i, r is not None, k)),
-    (r"cvt\.rn\.bf16\.f32", lambda i: i.put(f"bf16_bits(fp32({i[1]}))")),
-    (r"cvt\.rn\.f16x2\.e4m3x2", lambda i: _float(i, "f16x2_of_e4m3x2")),
-    (r"ld\.param\.(\w+)", lambda i, k: i.put(f"({_unsigned(k)}){i.parameter(1)}")),
-    (r"ld(?:\.volatile|\.relaxed\.\w+)?(?:\.(global|shared|shared::cta|shared::cluster))?(?:\.nc)?(?:\.L[12]::\w+)*"
-     r"(?:\.v([24]))?\.([busf]\d+)", lambda i, s, n, k: _load(i, _place(s), n, k)),
-    (r"st(?:\.volatile)?(?:\.(global|shared|shared::cta|shared::cluster))?(?:\.v([24]))?\.([busf]\d+)",
-     lambda i, s, n, k: _store(i, _place(s), n, k)),
-    (r"atom\.(global|shared)\.(\w+)\.([bus]\d+)", lambda i, s, o, k: _atomic(i, _place(s), o, k, True)),
-    (r"red\.(global|shared)\.(\w+)\.([bus]\d+)", lambda i, s, o, k: _atomic(i, _place(s), o, k, False)),
-    (r"bra(?:\.uni)?", lambda i: f"goto {i.label(0)};"),
-    (r"ret|exit", lambda _: "return;"),
-    (r"trap", lambda i: f'fail(t, {i.line}, "trap");'),
-    (r"(?:bar|barrier)\.sync(?:\.aligned)?", lambda i: f"cta_meet(t, {i[0]}, {i[1] if len(i) > 1 else 0}, {i.line});"),
-    (r"bar\.red\.or\.pred", lambda i: i.put(f"cta_any(t, {i[1]}, {i[2]}, {i[3]}, {i.line})")),
-    (r"bar\.warp\.sync", lambda i: f"warp_meet(t, {i[0]}, {i.line});"),
-    (r"shfl\.sync\.(up|down|bfly|idx)\.b32", _shuffle),
-    (r"vote\.sync\.(any|all|ballot)\.\w+", _vote),
-    (r"redux\.sync\.(add|and|or|xor)\.\w+", lambda i, o: i.put(f"reduce(t, {_REDUCE[o]}, {i[1]}, {i[2]}, {i.line})")),
-    (r"redux\.sync\.(min|max)\.([su]32)",
-     lambda i, o, k: i.put(f"reduce(t, {o.upper()}_{k.upper()}, {i[1]}, {i[2]}, {i.line})")),
-    (r"mapa\.shared::cluster\.u32", lambda i: i.put(f"remote_address(t, {i[1]}, {i[2]}, {i.line})")),
-    (r"barrier\.cluster\.arrive(?:\.\w+)*", lambda i: f"cluster_arrive(t, {i.line});"),
-    (r"barrier\.cluster\.wait(?:\.\w+)*", lambda i: f"cluster_wait(t, {i.line});"),
-    (r"mbarrier\.init\.shared::cta\.b64", lambda i: f"barrier_init(t, {i.address(0)}, {i[1]}, {i.line});"),
-    (r"mbarrier\.arrive\.shared::cta\.b64", lambda i: f"barrier_arrive(t, {i.address(1)}, 0, {i.line});"),
-    (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64",
-     lambda i: f"barrier_arrive(t, {i.address(1)}, {i[2]}, {i.line});"),
-    (r"mbarrier\.try_wait\.parity\.shared::cta\.b64",
-     lambda i: f"barrier_wait(t, {i.address(1)}, {i[2]}, {i.line}); {i[0]} = true;"),
-    (r"cp\.async\.(?:ca|cg)\.shared\.global(?:\.L2::\w+)?", lambda i: _copy_small(i, i[2])),
-    (r"cp\.async\.commit_group", lambda _: "copies_commit(t);"),
-    (r"cp\.async\.wait_group", lambda i: f"copies_wait(t, {i[0]});"),
-    (r"cp\.async\.wait_all", lambda _: "copies_commit(t); copies_wait(t, 0);"),
-    (r"cp\.async\.mbarrier\.arrive\.noinc\.shared::cta\.b64", lambda i: f"copies_arrive(t, {i.address(0)}, {i.line});"),
-    (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes", _bulk),
-    (r"st\.async\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.v[24])?\.[bf]32", _give),
-    (r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16",
-     lambda i, n, turned: _matrices(i, n, turned is not None)),
-    (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", lambda i: i.put(f"transpose_matrix(t, {i[1]}, {i.line})")),
-    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\w+\.f32", _mma),
-    (r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\w+", _wgmma),
-    (r"wgmma\.commit_group\.sync\.aligned", lambda i: f"matrices_commit(t, {i.line});"),
-    (r"wgmma\.wait_group\.sync\.aligned", lambda i: f"matrices_wait(t, {i[0]}, {i.line});"),
-]  # fmt: skip
+            parts[-1] += char
+    return [part.strip() for part in parts if part.strip()]
