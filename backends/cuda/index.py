@@ -122,9 +122,10 @@ def index_scores(
         pointer(candidates), int64(candidates.stride(0) if candidates is not None else 0),
         pointer(scores), int64(scores.stride(0)),
         pointer(best), int64(best.stride(0) if best is not None else 0), int32(columns),
+        uint32(splits),
     ]  # fmt: skip
     with torch.cuda.device(queries.device):
-        kernel.launch(queries.device, (splits, tokens, 1), *arguments)
+        kernel.launch(queries.device, splits * tokens, *arguments)
 
 
 @torch.library.custom_op("dsv41::index_choice", mutates_args=())

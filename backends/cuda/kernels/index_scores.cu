@@ -213,13 +213,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16* weights, i64 weights_token, int num_heads,
              const i64* requests, const i64* num_visible, const u8* data, u32 page_stride, u32 page_bits, u32 last_row,
              u32 scale_start, int num_pages, const int* table, i64 table_stride, int table_width, const i64* candidates,
-             i64 candidates_stride, u16* out_scores, i64 out_stride, u16* out_best, i64 best_stride, int num_columns) {
+             i64 candidates_stride, u16* out_scores, i64 out_stride, u16* out_best, i64 best_stride, int num_columns,
+             u32 splits) {
     const Queries q = {queries, queries_token, queries_head, weights, weights_token, num_heads};
     const Keys keys = {data, page_stride, page_bits, last_row, scale_start, num_pages, table, table_stride, table_width};
     extern __shared__ __align__(1024) u8 memory[];
     Shared& s = *(Shared*)memory;
-    const int token = blockIdx.y, thread = threadIdx.x, lane = thread % 32, j = lane % 4;
-    const int first = thread / 32 * 16, stride = gridDim.x * TILE;
+    // The `splits` CTAs of a token follow each other in one dimension, for the others end at 65,535.
+    const int token = blockIdx.x / splits, thread = threadIdx.x, lane = thread % 32, j = lane % 4;
+    const int first = thread / 32 * 16, stride = splits * TILE;
 
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
     const i64 request = requests[token];
@@ -229,7 +231,7 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
     seen.blocks = candidates + token * candidates_stride;
     seen.end = visible > 0 ? num_columns : 0;
 #endif
-    int start = blockIdx.x * TILE;
+    int start = blockIdx.x % splits * TILE;
     if (start >= seen.end) return;
 
     Raw raw[DEPTH] = {};
