@@ -280,6 +280,14 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
             for (int i = 0; i < 4; i++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) terms[i][h] = product(rounded_relu(x[4 * i + 2 * h], x[4 * i + 2 * h + 1]), factors[i]);
+            if (q.heads < HEADS) {  // an infinite key is NaN times the zeros of heads that are none
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int head = 8 * i + 2 * j;
+                    const u32 live = (head < q.heads ? 0xffffu : 0) | (head + 1 < q.heads ? 0xffff0000u : 0);
+                    terms[i][0] &= live, terms[i][1] &= live;
+                }
+            }
             float sums[4] = {0, 0, 0, 0};
             add_up(sums, terms[0][0], terms[0][1], terms[1][0], terms[1][1]);
             add_up(sums, terms[2][0], terms[2][1], terms[3][0], terms[3][1]);
