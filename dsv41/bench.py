@@ -2,7 +2,8 @@
 
 Every token reads a window and a selection of rows at random places of caches that no cache level holds. Rows are taken
 from one random permutation, so that no row repeats until all have been read, and one graph holds several calls that
-read different rows. Queries are random, and so is what the caches hold.
+read different rows. Prefill is timed a second time over what the chunk of one request reads, whose tokens share their
+rows. Queries are random, and so is what the caches hold.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dsv41.bench_rows import Rows, chunk_rows, random_rows
 from dsv41.config import DeepseekV41Config
 from dsv41.errors import BackendError, InputError
 from dsv41.hal import registry
@@ -34,7 +36,7 @@ from dsv41.hal.types import (
 )
 from dsv41.hal.weights import prepare
 from dsv41.roofline import DeviceRates, attention_work, floor, rates_of
-from dsv41.timing import Call, graph_seconds
+from dsv41.timing import Call, graph_seconds, peak_bytes
 from dsv41.topology import layer_specs
 
 TOLERANCE = 2e-2
@@ -45,6 +47,8 @@ _CALLS = 24
 _CHECKED = 4
 """Tokens of a case that are compared with the reference."""
 _LAYER = 20
+DECODE, PREFILL, CHUNK = "decode", "prefill", "chunk"
+"""Phases: over random rows the first two, over those of one request's chunk the third."""
 
 Progress = Callable[[str, int, int], None]
 Timer = Callable[[Sequence[Call]], float]
@@ -81,7 +85,10 @@ class Case:
     """One size, timed. Seconds are of one call; `peer` is None where no library was called.
 
     `error` is against the reference, `peer_error` between the two sides, both relative to the norm. The peer's
-    `seconds` do not hold what it plans once a step and every layer uses; `planned` is with that.
+    `seconds` do not hold what it plans once a step and every layer uses; `planned` is with that. In prefill and over a
+    chunk, `peer_gathered` is the peer's path over rows that it gathers first, all of it in `seconds`, and the attention
+    alone in `kernel_seconds`. `extra_bytes` are those that one call holds at most beyond its inputs and its output, the
+    scratch that a backend keeps for it included; None on a device that is no GPU.
     """
 
     phase: str
@@ -96,12 +103,16 @@ class Case:
     peer: str | None = None
     peer_seconds: float | None = None
     peer_planned_seconds: float | None = None
-    peer_gathered_seconds: float | None = None
     peer_error: float | None = None
+    peer_gathered_seconds: float | None = None
+    peer_gathered_kernel_seconds: float | None = None
+    peer_gathered_error: float | None = None
+    extra_bytes: int | None = None
+    peer_gathered_extra_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and what follows from them; an error that is not finite is None, as JSON has no such number."""
-        errors = {name: getattr(self, name) for name in ("error", "peer_error")}
+        errors = {name: getattr(self, name) for name in ("error", "peer_error", "peer_gathered_error")}
         return asdict(self) | {
             **{name: error if error is not None and math.isfinite(error) else None for name, error in errors.items()},
             "microseconds": self.seconds * 1e6,
@@ -109,6 +120,7 @@ class Case:
             "gigabytes_per_second": self.bytes / self.seconds / 1e9,
             "over_floor": self.seconds / self.floor_seconds,
             "over_peer": None if self.peer_seconds is None else self.seconds / self.peer_seconds,
+            "over_gathered": None if self.peer_gathered_seconds is None else self.seconds / self.peer_gathered_seconds,
         }
 
 
@@ -137,25 +149,23 @@ class Peer(Protocol):
     def call(self, work: Work, rows: Rows) -> Callable[[], Tensor]:
         """What computes the attention of `work` over `rows`, as `[T, heads, D]`. Plans in its first call."""
 
-    def gathered(self, work: Work, rows: Rows) -> Callable[[], Tensor] | None:
-        """The same over rows that were made bf16 before, and outside of the call; None where it has no such kernel."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Slots that one call reads: int64 `[T, window]` and `[T, topk]`."""
-
-    window: Tensor
-    compressed: Tensor
+    def gathered(self, work: Work, rows: Rows, *, before: bool = False) -> Callable[[], Tensor] | None:
+        """The same over rows that the call makes bf16 first, or that were made so `before`, outside of the call; None
+        where it has no such path. The call allocates what it gathers into."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One size: a layer bound to its caches, queries `[T, H, D]`, and the rows of each call."""
+    """One size: a layer bound to its caches, queries `[T, H, D]`, and the rows of each call.
+
+    `distinct` is how many rows of the window and of the compressed cache all tokens of a call read together, where they
+    share them; None where none do.
+    """
 
     layer: LayerState
     q: Tensor
     rows: tuple[Rows, ...]
+    distinct: tuple[int, int] | None = None
 
     @property
     def caches(self) -> LayerCaches:
@@ -193,11 +203,12 @@ def bench_attention(
     for heads in options.heads:
         backend.get_padded_num_q_heads(heads)  # refuses what it cannot run before anything is timed
     caches = random_caches(backend, pages, options.seed)
-    sizes = [("decode", tokens) for tokens in options.tokens] + [("prefill", tokens) for tokens in options.prefill]
+    sizes = [(DECODE, tokens) for tokens in options.tokens]
+    sizes += [(phase, tokens) for phase in (PREFILL, CHUNK) for tokens in options.prefill]
     cases = [(phase, tokens, heads) for heads in options.heads for phase, tokens in sizes]
     for number, (phase, tokens, heads) in enumerate(cases):
         progress("timing", number, len(cases))
-        work = make_work(backend, caches, tokens, heads, options.seed)
+        work = make_work(backend, caches, tokens, heads, options.seed, chunk=phase == CHUNK)
         case = _time(backend, peer, work, phase, report.rates, timer or graph_seconds)
         report.cases.append(case)
         report.failures += _disagreements(case)
@@ -243,33 +254,31 @@ def fill_with_noise(cache: PagedCache, generator: torch.Generator) -> None:
         cache.write(slots, torch.randn(len(slots), cache.layout.record.dim, generator=generator, device=slots.device))
 
 
-def make_work(backend: AttentionBackend, caches: LayerCaches, tokens: int, heads: int, seed: int) -> Work:
-    """One size with as many calls as the larger cache has rows for, at most 24, without reading one twice."""
+def make_work(
+    backend: AttentionBackend, caches: LayerCaches, tokens: int, heads: int, seed: int, *, chunk: bool = False
+) -> Work:
+    """One size with as many calls as the larger cache has rows for, at most 24, without reading one twice; or, of a
+    `chunk`, with as many requests as the caches have pages for."""
     [released] = layer_specs(DeepseekV41Config(), layers=[_LAYER])
     spec = replace(released, num_heads=heads, padded_heads=backend.get_padded_num_q_heads(heads))
     generator = torch.Generator(backend.device).manual_seed(seed)
     assert caches.compressed is not None
-    calls = min(_CALLS, max(1, caches.compressed.num_slots // (tokens * spec.topk)))
-    window, compressed = (
-        random_rows(cache.num_slots, calls, tokens, width, generator)
-        for cache, width in ((caches.window, spec.window), (caches.compressed, spec.topk))
-    )
+    distinct = None
+    if chunk:
+        rows = chunk_rows(caches.window, caches.compressed, _CALLS, tokens, spec.window, spec.topk, generator)
+        distinct = tokens + spec.window - 1, max(tokens, spec.topk)
+    else:
+        calls = min(_CALLS, max(1, caches.compressed.num_slots // (tokens * spec.topk)))
+        window, compressed = (
+            random_rows(cache.num_slots, calls, tokens, width, generator)
+            for cache, width in ((caches.window, spec.window), (caches.compressed, spec.topk))
+        )
+        rows = tuple(Rows(*pair) for pair in zip(window, compressed, strict=True))
     q = torch.randn(tokens, spec.padded_heads, spec.head_dim, generator=generator, device=backend.device)
     sink = torch.randn(heads, generator=generator, device=backend.device)
     layer = LayerState(spec, _nothing_but(sink), _no_rotation(spec, tokens, backend.device), caches=caches)
     prepare(backend, layer)
-    return Work(layer, q.to(torch.bfloat16), tuple(Rows(*pair) for pair in zip(window, compressed, strict=True)))
-
-
-def random_rows(slots: int, calls: int, tokens: int, width: int, generator: torch.Generator) -> Tensor:
-    """int64 `[calls, tokens, width]`: a random permutation of `slots`, over and over, cut into rows."""
-    if width > slots:
-        raise InputError(
-            f"a token reads {width} rows of a cache of {slots}: expected at least as many; give more pages"
-        )
-    order = torch.randperm(slots, generator=generator, device=generator.device)
-    count = calls * tokens * width
-    return order.repeat(-(-count // slots))[:count].view(calls, tokens, width)
+    return Work(layer, q.to(torch.bfloat16), rows, distinct)
 
 
 def our_call(backend: AttentionBackend, work: Work, rows: Rows, out: AttnOutput) -> Call:
@@ -312,6 +321,7 @@ def _time(
         spec.num_heads,
         tuple((count, cache.layout.record.bytes) for count, cache in records if cache is not None),
         head_dim=spec.head_dim,
+        distinct=work.distinct,
     )
     least = floor(needed, rates)
     case = Case(
@@ -324,14 +334,39 @@ def _time(
         floor_seconds=least.seconds,
         bound=least.bound,
         error=error,
+        extra_bytes=_extra_bytes(backend, work, calls[-1], out),
     )
     if peer is not None:
         case.peer, case.peer_error = peer.label, peer_error
         case.peer_seconds = timer(theirs)
         case.peer_planned_seconds = _planned(peer, work, timer)
-        if phase == "prefill" and (gathered := peer.gathered(work, work.rows[-1])) is not None:
-            case.peer_gathered_seconds = timer([gathered])
+        if phase != DECODE:
+            _time_gathered(case, peer, work, ours, timer)
     return case
+
+
+def _time_gathered(case: Case, peer: Peer, work: Work, ours: Tensor, timer: Timer) -> None:
+    """What the peer's gathered path adds to a case, where it has one."""
+    whole = [call for rows in work.rows if (call := peer.gathered(work, rows)) is not None]
+    if not whole:
+        return
+    case.peer_gathered_error = relative_error(ours, whole[-1]())
+    held = peak_bytes(whole[-1], work.q.device)
+    case.peer_gathered_extra_bytes = None if held is None else held - ours.nbytes  # without its result
+    case.peer_gathered_seconds = timer(whole)
+    # One call, since the rows of each fill memory.
+    if (kernel := peer.gathered(work, work.rows[-1], before=True)) is not None:
+        case.peer_gathered_kernel_seconds = timer([kernel])
+
+
+def _extra_bytes(backend: AttentionBackend, work: Work, call: Call, out: AttnOutput) -> int | None:
+    """What one call allocates, beyond an output that it brings, and the scratch that its backend keeps for it."""
+    given = out.data
+    held = peak_bytes(call, work.q.device)
+    if held is None:
+        return None
+    scratch = backend.attention_bytes(work.layer.spec, len(work.q)) if hasattr(backend, "attention_bytes") else 0
+    return held + scratch - (0 if out.data is given else out.data.nbytes)
 
 
 def _planned(peer: Peer, work: Work, timer: Timer) -> float:
@@ -348,7 +383,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def _disagreements(case: Case) -> list[str]:
     where = f"{case.phase} of {case.tokens} tokens with {case.heads} heads"
-    pairs = ((case.error, "the reference"), (case.peer_error, case.peer))
+    pairs = (
+        (case.error, "the reference"),
+        (case.peer_error, case.peer),
+        (case.peer_gathered_error, f"{case.peer}, rows gathered"),
+    )
     return [
         f"{where}: relative error {error:.2e} against {other}, expected at most {TOLERANCE:g}"
         for error, other in pairs

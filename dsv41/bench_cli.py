@@ -16,20 +16,23 @@ if TYPE_CHECKING:
 
 
 def render(console: Console, report: dict[str, Any]) -> None:
-    """A table a head count, and below it what the columns count."""
+    """A table a head count, with a second one where the peer also gathers, and below them what the columns count."""
     for heads in dict.fromkeys(case["heads"] for case in report["cases"]):
         table = Table(
             title=f"{report['backend']} on {escape(report['device'])}, {heads} heads, {report['record']}",
             title_justify="left",
         )
-        columns = ["phase", "tokens", "us", "TFLOP/s", "GB/s", "floor us", "bound", "x floor", "error"]
+        columns = ["phase", "tokens", "us", "TFLOP/s", "GB/s", "floor us", "bound", "x floor", "extra MB", "error"]
         if report["peer"]:
-            columns += ["peer us", "planned", "gathered", "x peer", "difference"]
+            columns += ["peer us", "planned", "x peer", "difference"]
         for column in columns:
             table.add_column(column, justify="left" if column in ("phase", "bound") else "right")
-        for case in (case for case in report["cases"] if case["heads"] == heads):
+        cases = [case for case in report["cases"] if case["heads"] == heads]
+        for case in cases:
             table.add_row(*cells(case, peer=bool(report["peer"])))
         console.print(table)
+        if gathered := [case for case in cases if case["peer_gathered_seconds"] is not None]:
+            console.print(_gathered(gathered))
     console.print("\n".join(notes(report)), highlight=False, soft_wrap=True)
     for failure in report["failures"]:
         console.print(f"[bold red]wrong[/bold red]: {escape(failure)}", highlight=False, soft_wrap=True)
@@ -46,13 +49,52 @@ def cells(case: dict[str, Any], *, peer: bool) -> list[str]:
         f"{case['floor_seconds'] * 1e6:.1f}",
         case["bound"],
         f"{case['over_floor']:.2f}",
+        _megabytes(case["extra_bytes"]),
         _error(case["error"]),
     ]
     if peer:
-        times = (case[f"peer_{what}seconds"] for what in ("", "planned_", "gathered_"))
-        shown += ["" if seconds is None else f"{seconds * 1e6:.1f}" for seconds in times]
+        shown += [_microseconds(case[f"peer_{what}seconds"]) for what in ("", "planned_")]
         shown += [f"{case['over_peer']:.2f}", _error(case["peer_error"])]
     return shown
+
+
+def _gathered(cases: list[dict[str, Any]]) -> Table:
+    """Ours beside the peer's path over rows that it gathers, in time and in memory."""
+    table = Table(title="beside the peer's gathered path", title_justify="left")
+    columns = (
+        "phase",
+        "tokens",
+        "us",
+        "gathered us",
+        "its kernel",
+        "x gathered",
+        "extra MB",
+        "gathered MB",
+        "difference",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for case in cases:
+        table.add_row(
+            case["phase"],
+            str(case["tokens"]),
+            _microseconds(case["seconds"]),
+            _microseconds(case["peer_gathered_seconds"]),
+            _microseconds(case["peer_gathered_kernel_seconds"]),
+            f"{case['over_gathered']:.2f}",
+            _megabytes(case["extra_bytes"]),
+            _megabytes(case["peer_gathered_extra_bytes"]),
+            _error(case["peer_gathered_error"]),
+        )
+    return table
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def _megabytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e6:.1f}"
 
 
 def _error(error: float | None) -> str:
@@ -68,12 +110,17 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"({rates['name']}, {origin}); records, indices, queries and outputs are moved once.",
         "Time: of one call in a CUDA graph of several on fresh rows, cold cache, median of 15 replays, all launches of "
         f"a call included{', and the rotations' if report['fused'] else ''}. Error: against the reference.",
+        "Rows: in decode and prefill at random places; in a chunk those of one request's consecutive tokens, which "
+        "share them, so that its floor counts each once. Extra MB: what one call holds beyond its inputs and output.",
     ]
     if report["peer"]:
         found.append(
             f"Peer: {report['peer']}, its decode kernel on the same records, queries and rows in decode and prefill, "
-            "heads padded to 64 before. 'planned' has its schedule made in the graph, once a call; 'gathered' is its "
-            "prefill kernel over rows that were made bf16 before, which is not timed."
+            "heads padded to 64 before. 'planned' has its schedule made in the graph, once a call."
+        )
+        found.append(
+            "Gathered: the peer's prefill kernel, with the gathering of all pages that any token reads into a bf16 "
+            "tensor of the call's own; 'its kernel' is without the gathering. Tables are made before."
         )
     return found
 

@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv41.errors import BackendError
+from dsv41.hal import registry
 from dsv41.hal.backend import AttentionBackend
+from dsv41.hal.builtin import FLASHMLA
 from dsv41.hal.layout import PagedCache
 from dsv41.hal.records import Dialect, v4_584
 
 if TYPE_CHECKING:
-    from dsv41.bench import Rows, Work
+    from dsv41.bench import Work
+    from dsv41.bench_rows import Rows
 
 LIBRARY = "flash_mla"
 DISTRIBUTION = "tokenspeed-flashmla"
@@ -27,7 +30,7 @@ _HEADS = 64
 
 class FlashMLA:
     """Its sparse decode kernel, which reads the 584-byte records in place, in decode and in prefill; and its prefill
-    kernel, over rows made bf16 before, which is not timed."""
+    kernel, over rows that are gathered in bf16 first."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         """Raises BackendError where it is not installed, or cannot read the records of `backend`."""
@@ -73,21 +76,46 @@ class FlashMLA:
 
         return run
 
-    def gathered(self, work: Work, rows: Rows) -> Callable[[], Tensor] | None:
+    def gathered(self, work: Work, rows: Rows, *, before: bool = False) -> Callable[[], Tensor] | None:
+        """Its prefill kernel, over the rows of all pages in which a row of any token lies, in one bf16 tensor.
+
+        Each call allocates that tensor and gathers into it, by the kernel with which the backend does; or it was made
+        `before`, and the call is the prefill kernel alone. Made before in any case, so never timed: the padded queries
+        and sink, and the tables, which are the pages and where each token's rows lie among the gathered.
+        """
         spec, caches = work.layer.spec, work.caches
         assert caches.compressed is not None
+        # The model's room knows no backend but by the registry.
+        backend: Any = registry.load(FLASHMLA)
         parts = [(caches.window, rows.window), (caches.compressed, rows.compressed)]
-        read, places, start = [], [], 0
-        for cache, slots in parts:
-            unique, where = slots.unique(return_inverse=True)
-            read += [cache.read(some).to(torch.bfloat16) for some in unique.split(1 << 18)]
-            places.append(where + start)
-            start += len(unique)
-        kv, indices = torch.cat(read)[:, None], torch.cat(places, dim=1).int()[:, None]
+        found = [(slots // cache.layout.page_size).unique(return_inverse=True) for cache, slots in parts]
+        device = work.q.device
+        # To the backend each page is a request of one page: its first row, its rows, and where they go.
+        spans = torch.zeros(max(len(pages) for pages, _ in found), 2, 3, dtype=torch.int64, device=device)
+        sources, places, count = [], [], 0
+        for kind, ((cache, slots), (pages, page_of)) in enumerate(zip(parts, found, strict=True)):
+            size = cache.layout.page_size
+            starts = count + size * torch.arange(len(pages), device=device)
+            spans[: len(pages), kind, 1] = size
+            spans[: len(pages), kind, 2] = starts
+            sources.append((cache, pages.int()[:, None]))
+            places.append(starts[page_of] + slots % size)
+            count += size * len(pages)
+        longest = tuple(cache.layout.page_size for cache, _ in parts)
+        indices = torch.cat(places, dim=1).int()[:, None]
         q, sink = self._padded(work), self._sink(work)
 
+        def gather() -> Tensor:
+            kv = torch.empty(count, 1, spec.head_dim, dtype=torch.bfloat16, device=device)
+            backend.gather(sources, spans, longest, kv)
+            return kv
+
+        kept = gather() if before else None
+
         def run() -> Tensor:
-            out: Tensor = self.library.flash_mla_sparse_fwd(q, kv, indices, spec.scale, attn_sink=sink)[0]
+            kv = gather() if kept is None else kept
+            found = self.library.flash_mla_sparse_fwd(q=q, kv=kv, indices=indices, sm_scale=spec.scale, attn_sink=sink)
+            out: Tensor = found[0]
             return out[:, : spec.num_heads]
 
         return run

@@ -304,7 +304,7 @@ def bench() -> None:
     default="512,4096",
     show_default=True,
     callback=_numbers("token counts such as 512,4096"),
-    help="Prefill tokens.",
+    help="Prefill tokens, over random rows and over those of one request's chunk.",
 )
 @click.option("--fused", is_flag=True, help="With the rotations that the backend does in the same launch.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the table, as .png or .svg.")
@@ -312,7 +312,7 @@ def bench() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_plain_errors
 def bench_attention_command(plot: Path | None, as_json: bool, **options: Any) -> None:
-    """Time attention over random rows; exit 1 where a result is wrong."""
+    """Time attention over random rows and a request's chunks; exit 1 where a result is wrong."""
     from dsv41 import bench_cli
     from dsv41.bench import BenchOptions, bench_attention
 

@@ -77,18 +77,20 @@ def attention_work(
     *,
     head_dim: int = HEAD_DIM,
     activation_bytes: int = 2,
+    distinct: tuple[int, ...] | None = None,
 ) -> Work:
     """Sparse attention of `tokens` queries, each over its own `rows`: pairs (keys, bytes of a key's record).
 
     Bytes: each token's records, once, with an index each; its query read and its output written, once. FLOPs: one
     multiplication and one addition for each key, dim and head, in the scores and again in the sum of the values, so
-    4 * keys * heads * head_dim a token. Tokens that select the same rows may share the reading of them; random ones
-    do not.
+    4 * keys * heads * head_dim a token. Random tokens share no rows. Where tokens do, `distinct` says for each pair of
+    `rows` how many records all of them read together, and each of those counts once.
     """
     keys = sum(count for count, _ in rows)
-    records = sum(count * (size + INDEX_BYTES) for count, size in rows)
-    ends = 2 * heads * head_dim * activation_bytes
-    return Work(bytes=float(tokens * (records + ends)), flops=float(tokens * 4 * keys * heads * head_dim))
+    counts = distinct or tuple(tokens * count for count, _ in rows)
+    records = sum(count * size for count, (_, size) in zip(counts, rows, strict=True))
+    others = keys * INDEX_BYTES + 2 * heads * head_dim * activation_bytes
+    return Work(bytes=float(records + tokens * others), flops=float(tokens * 4 * keys * heads * head_dim))
 
 
 def matmul_work(

@@ -1,4 +1,4 @@
-"""How long calls take on a GPU: a CUDA graph of several, replayed with a cold cache."""
+"""How long calls take on a GPU: a CUDA graph of several, replayed with a cold cache. And what memory they take."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ def graph_launches(call: Call) -> list[tuple[str, int, float]]:
             count, seconds = found.get(event.name, (0, 0.0))
             found[event.name] = count + 1, seconds + event.time_range.elapsed_us() / 1e6
     return sorted(((name, *figures) for name, figures in found.items()), key=lambda row: -row[2])
+
+
+def peak_bytes(call: Call, device: torch.device) -> int | None:
+    """GPU memory that one call holds at most beyond what was held before, its result included, in bytes as torch's
+    allocator hands them out; None where `device` is no GPU. The call is made once before, so what the first one makes
+    and keeps is not counted."""
+    if device.type != "cuda":
+        return None
+    call()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _warm(calls: Sequence[Call]) -> None:

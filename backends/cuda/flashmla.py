@@ -31,7 +31,7 @@ from dsv41.backends.portable.weights import PortableWeights, padded_sink
 from dsv41.backends.vendor import call, expect_bfloat16, load
 from dsv41.errors import BackendError, LayoutError
 from dsv41.hal.builtin import INSTALL_FLASHMLA
-from dsv41.hal.layout import CacheLayouts
+from dsv41.hal.layout import CacheLayouts, PagedCache
 from dsv41.hal.request import UNSPECIFIC_KV_CACHE_DTYPES, V4_RECORD
 from dsv41.hal.types import AttnInputs, AttnOutput, LayerCaches, LayerSpec, LayerState, Selection, StepPlan
 
@@ -318,13 +318,11 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
         spec, caches, batch, tokens = layer.spec, layer.caches, plan.batch, run.tokens
         assert caches is not None
         rows = self.workspace.take("gathered", gathered.rows, spec.head_dim, dtype=q.dtype)
-        sources = [(caches.window, batch.window_table)]
+        sources = [(caches.window, batch.window_table.pages[gathered.requests])]
         if selection is not None:
             assert caches.compressed is not None
-            sources.append((caches.compressed, batch.compressed_tables[spec.ratio]))
-        for kind, (cache, table) in enumerate(sources):
-            pages, longest = table.pages[gathered.requests], gathered.longest[kind]
-            gather_rows(*flat(cache), pages, gathered.spans, bool(kind), longest, rows)
+            sources.append((caches.compressed, batch.compressed_tables[spec.ratio].pages[gathered.requests]))
+        self.gather(sources, gathered.spans, gathered.longest, rows)
         indices, lengths = pack_gathered(
             batch.positions[tokens],
             plan.token_request[tokens],
@@ -349,6 +347,16 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
             call(function, **arguments, out=out.data[tokens])
         else:
             _put(out, tokens, call(function, **arguments)[0])
+
+    @staticmethod
+    def gather(
+        sources: Sequence[tuple[PagedCache, Tensor]], spans: Tensor, longest: tuple[int, int], out: Tensor
+    ) -> None:
+        """Copy rows into `out` bf16 `[N, D]`, as the prefill kernel takes them: of the window cache and, where there is
+        a second of the `sources`, of the compressed cache, each with the block table int32 `[R, n]` of the requests of
+        `spans`. `spans` and `longest` are those of `Gathered`. `dsv41 bench attention` times it too."""
+        for kind, (cache, pages) in enumerate(sources):
+            gather_rows(*flat(cache), pages, spans, bool(kind), longest[kind], out)
 
     @cached_property
     def _takes_out(self) -> dict[str, bool]:

@@ -12,6 +12,8 @@ if find_spec("triton") and not torch.cuda.is_available():
         import dsv41.backends.cuda.flashinfer_sm100
         import dsv41.backends.cuda.flashinfer_sm120  # noqa: F401
 
+from .emulator.gpu import emulated_gpu  # noqa: F401  a fixture
+
 EMULATED = ("test_contract.py", "test_flashinfer.py", "test_flashinfer_gemm.py", "test_flashmla_mega.py")
 
 

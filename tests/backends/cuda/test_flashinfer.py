@@ -18,7 +18,8 @@ from dsv41.backends.cuda.flashinfer_sm100 import FlashInferSM100
 from dsv41.backends.cuda.flashinfer_sm120 import FlashInferSM120
 from dsv41.backends.cuda.flashinfer_tables import clear_empty, pack_rows
 from dsv41.backends.reference.backend import ReferenceBackend
-from dsv41.bench import make_work, our_call, random_caches, random_rows
+from dsv41.bench import make_work, our_call, random_caches
+from dsv41.bench_rows import random_rows
 from dsv41.checkpoint import Checkpoint, load_checkpoint
 from dsv41.config import DeepseekV41Config
 from dsv41.errors import BackendError, LayoutError

@@ -26,6 +26,7 @@ from ...wording import refused
 MISSING = nvrtc.missing()
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER or MISSING is not None, reason=MISSING or "needs a Hopper GPU")
+DEVICE = torch.device("cuda" if HOPPER else "cpu")
 compiles = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 
 
@@ -146,29 +147,29 @@ def test_the_smallest_build_is_taken() -> None:
         build_for(65, 1)
 
 
-# On a Hopper GPU
+# On a Hopper GPU, or emulated
 
 
 def cache_of(pages: int, page_size: int, seed: int) -> PagedCache:
     """Normal rows in all pages but the last, whose bytes are all NaN or worse."""
     layout = CacheLayout(v4_584(Dialect.OCP), page_size, ScalePlacement.PAGE)
-    cache = PagedCache.allocate(layout, pages, torch.device("cuda"))
-    generator = torch.Generator("cuda").manual_seed(seed)
-    slots = torch.arange((pages - 1) * page_size, device="cuda")
-    cache.write(slots, torch.randn(len(slots), 512, generator=generator, device="cuda"))
+    cache = PagedCache.allocate(layout, pages, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    slots = torch.arange((pages - 1) * page_size, device=DEVICE)
+    cache.write(slots, torch.randn(len(slots), 512, generator=generator, device=DEVICE))
     cache.data[-1] = 255
     return cache
 
 
 def rows_of(cache: PagedCache, tokens: int, width: int, seed: int, holes: float = 0.2) -> tuple[Tensor, Tensor]:
     """Indices with holes, and lengths from nothing to everything."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     last = (cache.num_pages - 1) * cache.layout.page_size
-    indices = torch.randint(last, (tokens, width), generator=generator, device="cuda", dtype=torch.int32)
-    indices[torch.rand(tokens, width, generator=generator, device="cuda") < holes] = -1
-    lengths = torch.randint(width + 1, (tokens,), generator=generator, device="cuda", dtype=torch.int32)
-    lengths[: min(tokens, 3)] = torch.tensor([width, 0, 1], device="cuda", dtype=torch.int32)[: min(tokens, 3)]
-    beyond = torch.arange(width, device="cuda") >= lengths[:, None]
+    indices = torch.randint(last, (tokens, width), generator=generator, device=DEVICE, dtype=torch.int32)
+    indices[torch.rand(tokens, width, generator=generator, device=DEVICE) < holes] = -1
+    lengths = torch.randint(width + 1, (tokens,), generator=generator, device=DEVICE, dtype=torch.int32)
+    lengths[: min(tokens, 3)] = torch.tensor([width, 0, 1], device=DEVICE, dtype=torch.int32)[: min(tokens, 3)]
+    beyond = torch.arange(width, device=DEVICE) >= lengths[:, None]
     indices[beyond] = last + 1  # which is NaN, were it looked at
     return indices, lengths
 
@@ -177,7 +178,7 @@ def exact(q: Tensor, sink: Tensor, scale: float, parts: list[tuple[PagedCache, T
     """In float64."""
     rows, live = [], []
     for cache, indices, lengths in parts:
-        there = (torch.arange(indices.shape[1], device="cuda") < lengths[:, None]) & (indices >= 0)
+        there = (torch.arange(indices.shape[1], device=DEVICE) < lengths[:, None]) & (indices >= 0)
         read = cache.read(torch.where(there, indices, 0).long().flatten()).double().view(*indices.shape, 512)
         rows.append(torch.where(there[:, :, None], read, 0.0))
         live.append(there)

@@ -24,7 +24,8 @@ from dsv41.backends.reference.norm import rotate
 from dsv41.backends.rocm import aiter_backend
 from dsv41.backends.rocm.aiter_backend import AiterBackend
 from dsv41.backends.rocm.ragged import Ragged
-from dsv41.bench import _nothing_but, random_rows
+from dsv41.bench import _nothing_but
+from dsv41.bench_rows import random_rows
 from dsv41.checkpoint import load_checkpoint
 from dsv41.config import DeepseekV41Config
 from dsv41.errors import BackendError, LayoutError
