@@ -13,11 +13,9 @@ from torch import Tensor
 
 from dsv41.backends.cuda import index, nvrtc
 from dsv41.backends.cuda.index import BLOCK
-from dsv41.errors import BackendError
 from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
 from dsv41.hal.records import INDEX_MXFP4_68
 
-from ...wording import refused
 from .emulator.gpu import EmulatedKernel
 
 MISSING = nvrtc.missing()
@@ -212,16 +210,19 @@ RAGGED = [(0, 131), (1, 0), (1, 1), (0, 130), (-1, 0), (2, 77), (1, 64)]
 
 
 def extremes(device: str, heads: int) -> Scoring:
-    """Rows of the least and the largest scales, and of NaN, the last two beside ordinary ones in their eight."""
-    case = scoring(device, [(0, 70)], heads=heads)
-    case.queries.mul_(2.0**-20)
-    slots = slots_of(case.pages, case.cache.layout.page_size, 0, torch.arange(70, device=device))
+    """Rows of the least and the largest scales, and of NaN and infinity, the last three beside ordinary ones."""
+    case = scoring(device, [(0, 80)], heads=heads)
+    case.queries.copy_(torch.where(case.queries == 0, 1.0, case.queries) * 2.0**-20)
+    slots = slots_of(case.pages, case.cache.layout.page_size, 0, torch.arange(80, device=device))
     values, scales = case.cache.read_bytes(slots)
-    scales[:16], scales[16:24], scales[24:32] = 0, 254, 253
-    values[24:32] &= 0x99  # codes up to a half, so nothing is infinite
+    scales[:16], scales[16:24] = 0, 254
+    values[16:24] &= 0x99  # codes up to a half, which are finite
     scales[40, 2], scales[41] = 255, 255
+    values[40:42] &= 0x99
     scales[48:56, 1] = 128
     scales[56:64] = 129
+    scales[64:68], values[64:68] = 254, 0
+    values[64, 3], values[65, 63], values[66, 20], values[67, 20] = 0x04, 0xC0, 0x07, 0x44
     case.cache.write_bytes(slots, values, scales)
     return case
 
@@ -345,8 +346,8 @@ SCORES: dict[str, Callable[[torch.Generator, int, int], Tensor]] = {
     "zeros of the ReLU": lambda *shape: normal(*shape).sub(0.8).relu(),
     "equal": filled(-1.5),
     "no numbers": filled(NAN),
-    "few kinds": drawn_from(-0.0, 0.0, 1.0, -1.0, NAN),
-    "infinities": drawn_from(INF, -INF, -INF, NAN, NAN, NAN),
+    "both zeros": drawn_from(-0.0, 0.0, -0.0, -1.0, NAN),
+    "minus infinity": drawn_from(-INF, *[NAN] * 7),
     "one digit": lambda *shape: normal(*shape).abs().remainder(2.0**-7).add(1.0),
 }
 
