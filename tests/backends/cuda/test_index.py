@@ -13,9 +13,14 @@ from torch import Tensor
 
 from dsv41.backends.cuda import index, nvrtc
 from dsv41.backends.cuda.index import BLOCK
+from dsv41.config import DeepseekV41Config
+from dsv41.errors import BackendError
 from dsv41.hal.layout import CacheLayout, PagedCache, ScalePlacement
 from dsv41.hal.records import INDEX_MXFP4_68
+from dsv41.hal.types import LayerSpec
+from dsv41.topology import layer_specs
 
+from ...wording import refused
 from .emulator.gpu import EmulatedKernel
 
 MISSING = nvrtc.missing()
@@ -28,6 +33,81 @@ INF, NAN = math.inf, math.nan
 BF16 = torch.bfloat16
 UNWRITTEN = 0x7FA5
 """The bits of a NaN that no arithmetic makes."""
+
+
+# Anywhere
+
+
+def spec_of(**changes: Any) -> LayerSpec:
+    """The release's layer that publishes candidates."""
+    [spec] = layer_specs(DeepseekV41Config(), layers=[20])
+    return replace(spec, **changes)
+
+
+def layout_of(**changes: Any) -> CacheLayout:
+    return replace(CacheLayout(INDEX_MXFP4_68, 64, ScalePlacement.PAGE), **changes)
+
+
+SERVED: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({}, {}, True),
+    ({}, {"page_size": 16}, True),
+    ({}, {"page_size": 256}, True),
+    ({}, {"page_size": 8}, False),
+    ({}, {"page_size": 48}, False),
+    ({}, {"alignment": 8}, False),
+    ({}, {"alignment": 48}, True),
+    ({}, {"scale_placement": ScalePlacement.TOKEN}, False),
+    ({}, {"scale_placement": ScalePlacement.POOL}, False),
+    ({}, {"value_tile": (16, 16)}, False),
+    ({}, {"scale_tile": (16, 1)}, False),
+    ({"index_heads": 33}, {}, False),
+    ({"index_heads": 1}, {}, True),
+    ({"candidate_block_size": 4}, {}, False),
+    ({"topk": 2047, "candidate_blocks": 2048}, {}, True),
+    ({"topk": 2048, "candidate_blocks": 2048}, {}, False),
+    ({"candidate_blocks": 2049}, {}, False),
+    ({"topk": 2048, "publishes_candidates": False, "candidate_blocks": 0}, {}, True),
+    ({"topk": 2049, "publishes_candidates": False, "candidate_blocks": 0}, {}, False),
+]
+
+
+@pytest.mark.parametrize(("of_layer", "of_cache", "expected"), SERVED, ids=str)
+def test_what_is_served(of_layer: dict[str, Any], of_cache: dict[str, Any], expected: bool) -> None:
+    assert index.serves(spec_of(**of_layer), layout_of(**of_cache), BF16) is expected
+    assert not index.serves(spec_of(**of_layer), layout_of(**of_cache), torch.float32)
+
+
+def test_as_much_is_held_as_a_cluster_has_room_for() -> None:
+    most = 16 * (32768 - 64)
+    assert index.holds(most * BLOCK, restricted=False)
+    assert not index.holds(most * BLOCK + 1, restricted=False)
+    assert index.holds(most, restricted=True)
+    assert not index.holds(most + 1, restricted=True)
+
+
+CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 60, 1: 132}
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("columns", [0, 1, 511, 1024, 8192, 65536, 500_000])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 132, 10_000])
+def test_a_tokens_ctas_have_room_for_it_and_run_at_once(tokens: int, columns: int, restricted: bool) -> None:
+    ranks = index._ranks(tokens, columns, restricted, CLUSTERS)
+    blocks = -(-columns // BLOCK)
+    share = -(-blocks // ranks)
+    each = -(-share // 8) * 8  # as the kernel cuts them
+    held = each * BLOCK if restricted else each
+    assert held <= index._KEYS
+    least = next(n for n in (1, 2, 4, 8, 16) if index._held(columns, restricted) <= n * index._ROOM)
+    assert ranks == least or (tokens <= CLUSTERS[ranks] and columns >= 512 * ranks)
+
+
+def test_few_tokens_of_many_columns_have_many_ctas() -> None:
+    assert index._ranks(1, 65536, False, CLUSTERS) == 16
+    assert index._ranks(8, 65536, False, CLUSTERS) == 8
+    assert index._ranks(133, 65536, False, CLUSTERS) == 1
+    with refused(BackendError, "600000 scores"):
+        index._ranks(1, 600_000, True, CLUSTERS)
 
 
 # Scores
@@ -204,6 +284,40 @@ def agree_on_scores(case: Scoring, repeats: int = 0) -> None:
         case.scores.view(torch.int16).fill_(UNWRITTEN)
         case.run()
         assert torch.equal(bits_of(case.scores), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("queries", lambda x: x.float()),
+        ("queries", lambda x: torch.zeros(3, 4, 132).bfloat16()[:, :, :128]),
+        ("queries", lambda x: torch.zeros(3, 4, 64).bfloat16()),
+        ("queries", lambda x: torch.zeros(3, 33, 128).bfloat16()),
+        ("head_weights", lambda x: x[:, :3]),
+        ("head_weights", lambda x: x.float()),
+        ("pages", lambda x: x.long()),
+        ("token_request", lambda x: x.int()),
+        ("num_visible", lambda x: x[:2]),
+        ("candidates", lambda x: torch.zeros(3, 8).long()[:, ::2]),
+        ("scores", lambda x: x.half()),
+        ("best", lambda x: x[:, :-1]),
+        ("best", lambda x: x[:2]),
+    ],
+)
+def test_what_scores_would_misread_is_refused(name: str, change: Callable[[Any], Tensor]) -> None:
+    case = scoring("cpu", [(0, 70)] * 3, heads=4)
+    with refused(BackendError, f"was given {name}"):
+        replace(case, **{name: change(getattr(case, name))}).run()
+
+
+@pytest.mark.parametrize("change", [{"page_size": 8}, {"page_size": 96}, {"page_size": 128}])
+def test_a_cache_that_scores_would_misread_is_refused(change: dict[str, int]) -> None:
+    case = scoring("cpu", [(0, 70)], heads=4)
+    arguments = [case.queries, case.head_weights, case.pages, case.token_request, case.num_visible, None]
+    with refused(BackendError, f"data of {change['page_size']} rows a page"):
+        index.index_scores(*arguments, case.cache.data, change["page_size"], case.scores, case.best)
+    with refused(BackendError, "data"):
+        index.index_scores(*arguments, case.cache.data[:, 8:], 16, case.scores, case.best)
 
 
 RAGGED = [(0, 131), (1, 0), (1, 1), (0, 130), (-1, 0), (2, 77), (1, 64)]
@@ -429,6 +543,46 @@ def agree_on_choice(case: Choosing, repeats: int = 0) -> None:
         assert all(map(torch.equal, case.run(), (rows, blocks)))
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("scores", lambda x: x.float()),
+        ("scores", lambda x: torch.zeros(3, 100).bfloat16()),
+        ("scores", lambda x: torch.zeros(3 * 104 + 1).bfloat16()[1:].view(3, 104)),
+        ("best", lambda x: x[:, :-1]),
+        ("best", lambda x: torch.zeros(3, 13).bfloat16()),
+        ("num_visible", lambda x: x.int()),
+        ("num_visible", lambda x: x[:2]),
+    ],
+)
+def test_what_a_choice_would_misread_is_refused(name: str, change: Callable[[Any], Tensor]) -> None:
+    case = choosing("cpu", [100, 7, 0])
+    with refused(BackendError, f"was given {name}"):
+        replace(case, **{name: change(getattr(case, name))}).run()
+
+
+@pytest.mark.parametrize(("num_rows", "num_blocks"), [(0, 0), (2049, 0), (16, 16), (16, 2049)])
+def test_a_choice_that_is_not_held_is_refused(num_rows: int, num_blocks: int) -> None:
+    with refused(BackendError, f"{num_rows} rows and {num_blocks} blocks"):
+        choosing("cpu", [100], num_rows=num_rows, num_blocks=num_blocks).run()
+
+
+def test_blocks_are_chosen_by_their_best_or_given() -> None:
+    case, restricted = choosing("cpu", [100]), choosing("cpu", [100], blocks=5)
+    for wrong in (replace(case, best=None), replace(case, candidates=restricted.candidates)):
+        with refused(BackendError, "the best of every block, or candidates"):
+            wrong.run()
+    with refused(BackendError, "16 rows and 17 blocks"):
+        replace(restricted, num_blocks=17).run()
+
+
+def test_no_tokens_are_no_launch() -> None:
+    scores, none = torch.zeros(0, 16).bfloat16(), torch.zeros(0).long()
+    rows, blocks = Choosing(scores, scores[:, :8], none, None, 4, 5).run()
+    assert rows.shape == (0, 4)
+    assert blocks.shape == (0, 5)
+
+
 every_kind = pytest.mark.parametrize("scores", SCORES)
 SHORT = [323, 0, 1, 8, 9, 322]
 
@@ -442,8 +596,8 @@ def test_emulated_choice(
 ) -> None:
     """With fewer columns that are worth a CTA, clusters are as large as they are with many."""
     monkeypatch.setattr(index, "_LEAST_COLUMNS", least)
-    tokens = SHORT[: 3 if least == 64 else 1] if least < 512 else SHORT
-    agree_on_choice(choosing("cpu", tokens, scores=scores, num_blocks=num_blocks))
+    tokens = {512: 6, 64: 3, 8: 1}[least]  # more would have smaller clusters again
+    agree_on_choice(choosing("cpu", SHORT[:tokens], scores=scores, num_blocks=num_blocks))
 
 
 @without_gpu
