@@ -58,7 +58,7 @@ def serves(spec: LayerSpec, layout: CacheLayout, dtype: torch.dtype) -> bool:
     """Whether these kernels score keys of this layout for layers like this, and choose as they do."""
     size = layout.page_size
     plain = layout.value_tile is None and layout.scale_tile is None and layout.scale_placement is ScalePlacement.PAGE
-    pages = size >= _LEAST_PAGE and size & (size - 1) == 0 and layout.alignment % 16 == 0
+    pages = _whole(size) and layout.alignment % 16 == 0
     restricts = spec.publishes_candidates or spec.reads_candidates
     # One block more than rows, for the newest need not hold any of the best.
     blocks = not restricts or (spec.candidate_block_size == BLOCK and spec.topk < spec.candidate_blocks <= _MOST_CHOSEN)
@@ -105,7 +105,7 @@ def index_scores(
     columns = scores.shape[1]
     if candidates is not None:
         columns = min(columns, candidates.shape[1] * BLOCK)
-    _check(queries, head_weights, pages, token_request, num_visible, candidates, data, scores, best)
+    _check(queries, head_weights, pages, token_request, num_visible, candidates, data, page_size, scores, best, columns)
     if tokens == 0 or columns == 0:
         return
     build = _ALL if candidates is None else _CANDIDATES
@@ -122,9 +122,10 @@ def index_scores(
         pointer(candidates), int64(candidates.stride(0) if candidates is not None else 0),
         pointer(scores), int64(scores.stride(0)),
         pointer(best), int64(best.stride(0) if best is not None else 0), int32(columns),
+        uint32(splits),
     ]  # fmt: skip
     with torch.cuda.device(queries.device):
-        kernel.launch(queries.device, (splits, tokens, 1), *arguments)
+        kernel.launch(queries.device, splits * tokens, *arguments)
 
 
 @torch.library.custom_op("dsv41::index_choice", mutates_args=())
@@ -140,15 +141,17 @@ def index_choice(
     `[T, num_blocks]` with the newest always among them; both ascending, -1 where there are fewer.
 
     `scores` and `best` are what `index_scores` left, rows of them 16-byte aligned with room for a multiple of 8; with
-    `candidates` blocks are not chosen, and `best` is not looked at. As the portable `top_k`: NaN is never selected,
-    -inf is, -0 equals 0, and of equal scores the smaller columns win.
+    `candidates` no blocks are chosen. As the portable `top_k`: NaN is never selected, -inf is, -0 equals 0, and of
+    equal scores the smaller columns win. A block of no number comes after all others. At most 2,048 rows, or blocks,
+    of which there must be more than rows, are chosen.
+
+    Raises BackendError for what the kernel would misread, or cannot hold.
     """
     tokens, columns = scores.shape
     rows, blocks = _empty(scores, best, num_visible, candidates, num_rows, num_blocks)
     if candidates is not None:
         columns = min(columns, candidates.shape[1] * BLOCK)
-    if (best is None) == (candidates is None):
-        raise BackendError("index_choice takes the best of every block, or candidates: expected one of them; give it")
+    _check_choice(scores, best, num_visible, candidates, num_rows, num_blocks, columns)
     if tokens == 0:
         return rows, blocks
     kernel, clusters = _chooser(scores.device.index)
@@ -175,6 +178,11 @@ def _empty(
 ) -> tuple[Tensor, Tensor]:
     tokens = scores.shape[0]
     return num_visible.new_empty(tokens, num_rows), num_visible.new_empty(tokens, num_blocks)
+
+
+def _whole(page_size: int) -> bool:
+    """Whether pages are a power of two of rows, and the 16 of a warp lie in one."""
+    return page_size >= _LEAST_PAGE and page_size & (page_size - 1) == 0
 
 
 def _held(columns: int, restricted: bool) -> int:
@@ -205,8 +213,10 @@ def _check(
     num_visible: Tensor,
     candidates: Tensor | None,
     data: Tensor,
+    page_size: int,
     scores: Tensor,
     best: Tensor | None,
+    columns: int,
 ) -> None:
     """Raise BackendError for what the kernel would misread."""
     tokens, heads, dim = queries.shape
@@ -214,8 +224,15 @@ def _check(
     if best is not None:
         narrow["best"] = best
     wrong = [name for name, x in narrow.items() if x.dtype != torch.bfloat16 or len(x) != tokens or x.stride(-1) != 1]
-    if heads > _HEADS or dim != _RECORD.dim or any(n % 8 for n in (*queries.stride()[:2], queries.data_ptr() // 2)):
+    apart = (*queries.stride()[:2], queries.data_ptr() // 2)
+    if not 1 <= heads <= _HEADS or dim != _RECORD.dim or any(n % 8 for n in apart):
         wrong.append("queries")
+    if head_weights.shape[1] != heads:
+        wrong.append("head_weights")
+    if best is not None and best.shape[1] * BLOCK < columns:
+        wrong.append("best")
+    if not _whole(page_size) or data.shape[1] < page_size * _RECORD.bytes:
+        wrong.append(f"data of {page_size} rows a page")
     if data.dtype != torch.uint8 or data.stride(-1) != 1 or (data.data_ptr() | data.stride(0)) % 16:
         wrong.append("data")
     if pages.dtype != torch.int32 or pages.stride(-1) != 1:
@@ -229,6 +246,46 @@ def _check(
     if wrong:
         raise BackendError(
             f"index_scores_mxfp4 was given {', '.join(dict.fromkeys(wrong))} in another form ({vendor.words(narrow)}): "
+            "expected what its documentation says; give it so, or use the portable kernels"
+        )
+
+
+def _check_choice(
+    scores: Tensor,
+    best: Tensor | None,
+    num_visible: Tensor,
+    candidates: Tensor | None,
+    num_rows: int,
+    num_blocks: int,
+    columns: int,
+) -> None:
+    """Raise BackendError for what the kernel would misread, or cannot hold."""
+    if (best is None) == (candidates is None):
+        raise BackendError("index_choice takes the best of every block, or candidates: expected one of them; give it")
+    most = _MOST_CHOSEN if candidates is None else 0
+    if not 1 <= num_rows <= _MOST_CHOSEN or (num_blocks and not num_rows < num_blocks <= most):
+        raise BackendError(
+            f"index_choice was asked for {num_rows} rows and {num_blocks} blocks: expected 1 to {_MOST_CHOSEN} rows, "
+            f"and no blocks or more than rows, up to {most}; ask for so many, or use the portable kernels"
+        )
+    tokens = len(scores)
+    narrow = {"scores": scores} if best is None else {"scores": scores, "best": best}
+    wrong = [
+        name
+        for name, x in narrow.items()
+        if x.dtype != torch.bfloat16 or len(x) != tokens or x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16
+    ]
+    if best is not None and best.shape[1] * BLOCK < columns:
+        wrong.append("best")
+    wide = {"num_visible": num_visible, "candidates": candidates}
+    wrong += [
+        name
+        for name, x in wide.items()
+        if x is not None and (x.dtype != torch.int64 or x.stride(-1) != 1 or len(x) != tokens)
+    ]
+    if wrong:
+        raise BackendError(
+            f"index_choice was given {', '.join(dict.fromkeys(wrong))} in another form ({vendor.words(narrow)}): "
             "expected what its documentation says; give it so, or use the portable kernels"
         )
 

@@ -23,10 +23,10 @@ class ChoicesOnHopper(PortableBackend):
         super().reserve(max_tokens, max_requests, max_len)
         for spec in self.specs:
             if spec.owns_selection and self._serves(spec, self.layouts.index, torch.bfloat16):
-                columns = max_len // spec.ratio
-                tokens = min(max_tokens, max(1, SCORE_BYTES // max(columns * torch.bfloat16.itemsize, 1)))
-                row = -(-columns // index.BLOCK) + index.PADDING
-                self.workspace.reserve("blocks", tokens * row * torch.bfloat16.itemsize)
+                columns, size = max_len // spec.ratio, torch.bfloat16.itemsize
+                # Of steps that see less, more tokens are scored at a time, so rows are bounded as they are together.
+                scored = min(max_tokens * columns, max(SCORE_BYTES // size, columns))
+                self.workspace.reserve("blocks", (scored // index.BLOCK + max_tokens * index.PADDING) * size)
         return self.workspace.bytes
 
     # Parts of the portable backend's segments

@@ -213,13 +213,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16* weights, i64 weights_token, int num_heads,
              const i64* requests, const i64* num_visible, const u8* data, u32 page_stride, u32 page_bits, u32 last_row,
              u32 scale_start, int num_pages, const int* table, i64 table_stride, int table_width, const i64* candidates,
-             i64 candidates_stride, u16* out_scores, i64 out_stride, u16* out_best, i64 best_stride, int num_columns) {
+             i64 candidates_stride, u16* out_scores, i64 out_stride, u16* out_best, i64 best_stride, int num_columns,
+             u32 splits) {
     const Queries q = {queries, queries_token, queries_head, weights, weights_token, num_heads};
     const Keys keys = {data, page_stride, page_bits, last_row, scale_start, num_pages, table, table_stride, table_width};
     extern __shared__ __align__(1024) u8 memory[];
     Shared& s = *(Shared*)memory;
-    const int token = blockIdx.y, thread = threadIdx.x, lane = thread % 32, j = lane % 4;
-    const int first = thread / 32 * 16, stride = gridDim.x * TILE;
+    // The `splits` CTAs of a token follow each other in one dimension, for the others end at 65,535.
+    const int token = blockIdx.x / splits, thread = threadIdx.x, lane = thread % 32, j = lane % 4;
+    const int first = thread / 32 * 16, stride = splits * TILE;
 
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
     const i64 request = requests[token];
@@ -229,7 +231,7 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
     seen.blocks = candidates + token * candidates_stride;
     seen.end = visible > 0 ? num_columns : 0;
 #endif
-    int start = blockIdx.x * TILE;
+    int start = blockIdx.x % splits * TILE;
     if (start >= seen.end) return;
 
     Raw raw[DEPTH] = {};
@@ -278,6 +280,14 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
             for (int i = 0; i < 4; i++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) terms[i][h] = product(rounded_relu(x[4 * i + 2 * h], x[4 * i + 2 * h + 1]), factors[i]);
+            if (q.heads < HEADS) {  // an infinite key is NaN times the zeros of heads that are none
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int head = 8 * i + 2 * j;
+                    const u32 live = (head < q.heads ? 0xffffu : 0) | (head + 1 < q.heads ? 0xffff0000u : 0);
+                    terms[i][0] &= live, terms[i][1] &= live;
+                }
+            }
             float sums[4] = {0, 0, 0, 0};
             add_up(sums, terms[0][0], terms[0][1], terms[1][0], terms[1][1]);
             add_up(sums, terms[2][0], terms[2][1], terms[3][0], terms[3][1]);
