@@ -21,7 +21,7 @@ from dsv41.hal.types import LayerSpec
 from dsv41.topology import layer_specs
 
 from ...wording import refused
-from .emulator.gpu import EmulatedKernel
+from .emulator.fixture import EmulatedGPU
 
 MISSING = nvrtc.missing()
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -344,32 +344,30 @@ def extremes(device: str, heads: int) -> Scoring:
 @without_gpu
 @pytest.mark.parametrize("heads", [1, 5, 32])
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_emulated_scores(heads: int, page_size: int, emulated_gpu: type[EmulatedKernel]) -> None:
+def test_emulated_scores(heads: int, page_size: int, emulated_gpu: EmulatedGPU) -> None:
     agree_on_scores(scoring("cpu", RAGGED, heads=heads, page_size=page_size, lost=True), repeats=1)
 
 
 @without_gpu
 @pytest.mark.parametrize("heads", [1, 5, 32])
-def test_emulated_scores_of_candidates(heads: int, emulated_gpu: type[EmulatedKernel]) -> None:
+def test_emulated_scores_of_candidates(heads: int, emulated_gpu: EmulatedGPU) -> None:
     agree_on_scores(scoring("cpu", RAGGED, heads=heads, page_size=16, lost=True, blocks=11), repeats=1)
 
 
 @without_gpu
 @pytest.mark.parametrize("heads", [5, 32])
-def test_emulated_scores_of_extreme_scales(heads: int, emulated_gpu: type[EmulatedKernel]) -> None:
+def test_emulated_scores_of_extreme_scales(heads: int, emulated_gpu: EmulatedGPU) -> None:
     agree_on_scores(extremes("cpu", heads))
 
 
 @without_gpu
 @pytest.mark.parametrize(("columns", "blocks"), [(20, None), (83, None), (83, 20), (200, 20), (40, 3)])
-def test_emulated_scores_in_fewer_or_more_columns(
-    columns: int, blocks: int | None, emulated_gpu: type[EmulatedKernel]
-) -> None:
+def test_emulated_scores_in_fewer_or_more_columns(columns: int, blocks: int | None, emulated_gpu: EmulatedGPU) -> None:
     agree_on_scores(scoring("cpu", [(0, 150), (0, 9)], columns=columns, blocks=blocks))
 
 
 @without_gpu
-def test_emulated_scores_of_many_tiles(emulated_gpu: type[EmulatedKernel]) -> None:
+def test_emulated_scores_of_many_tiles(emulated_gpu: EmulatedGPU) -> None:
     agree_on_scores(scoring("cpu", [(0, 700)] * 3, heads=2))
 
 
@@ -592,7 +590,7 @@ SHORT = [323, 0, 1, 8, 9, 322]
 @pytest.mark.parametrize("num_blocks", [0, 17])
 @pytest.mark.parametrize("least", [512, 64, 8])
 def test_emulated_choice(
-    scores: str, num_blocks: int, least: int, emulated_gpu: type[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+    scores: str, num_blocks: int, least: int, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewer columns that are worth a CTA, clusters are as large as they are with many."""
     monkeypatch.setattr(index, "_LEAST_COLUMNS", least)
@@ -604,7 +602,7 @@ def test_emulated_choice(
 @every_kind
 @pytest.mark.parametrize("least", [512, 16])
 def test_emulated_choice_of_candidates(
-    scores: str, least: int, emulated_gpu: type[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+    scores: str, least: int, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index, "_LEAST_COLUMNS", least)
     tokens = SHORT if least == 512 else SHORT[:1]
@@ -616,9 +614,7 @@ def test_emulated_choice_of_candidates(
     ("columns", "num_rows", "num_blocks"),
     [(20, 30, 40), (700, 512, 600), (65, 1, 2), (64, 64, 0), (9, 1, 0), (83, 7, 8)],
 )
-def test_emulated_choice_of_any_size(
-    columns: int, num_rows: int, num_blocks: int, emulated_gpu: type[EmulatedKernel]
-) -> None:
+def test_emulated_choice_of_any_size(columns: int, num_rows: int, num_blocks: int, emulated_gpu: EmulatedGPU) -> None:
     """Also of tokens that see more than there are columns."""
     case = choosing("cpu", [columns, columns + 90], columns=columns, num_rows=num_rows, num_blocks=num_blocks)
     agree_on_choice(case)

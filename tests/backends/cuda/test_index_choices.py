@@ -30,7 +30,7 @@ from dsv41.synthetic import make_checkpoint, small_config
 from ...model.portables import ChoosesByTorch
 from ...model.toys import signs
 from .common import BF16, POISON, OnCpu
-from .emulator.gpu import EmulatedKernel
+from .emulator.fixture import EmulatedGPU
 from .test_index import Choosing, best_of, expected_choice, positions_of
 
 pytestmark = [
@@ -206,9 +206,7 @@ def test_tokens_are_scored_in_parts(checkpoint: Checkpoint, monkeypatch: pytest.
     assert run(Selects(), checkpoint).ours[:3] == [(FREE, 2), (FREE, 2), (FREE, 1)]
 
 
-def test_emulated_kernels_select_what_the_portable_ones_do(
-    checkpoint: Checkpoint, emulated_gpu: type[EmulatedKernel]
-) -> None:
+def test_emulated_kernels_select_what_the_portable_ones_do(checkpoint: Checkpoint, emulated_gpu: EmulatedGPU) -> None:
     assert len(run(Emulated(), checkpoint).ours) == 3
 
 
