@@ -220,10 +220,8 @@ def _check(
 ) -> None:
     """Raise BackendError for what the kernel would misread."""
     tokens, heads, dim = queries.shape
-    narrow = {"queries": queries, "head_weights": head_weights, "scores": scores}
-    if best is not None:
-        narrow["best"] = best
-    wrong = [name for name, x in narrow.items() if x.dtype != torch.bfloat16 or len(x) != tokens or x.stride(-1) != 1]
+    narrow = {"queries": queries, "head_weights": head_weights, "scores": scores, "best": best}
+    wrong = _misread(narrow, torch.bfloat16, tokens)
     apart = (*queries.stride()[:2], queries.data_ptr() // 2)
     if not 1 <= heads <= _HEADS or dim != _RECORD.dim or any(n % 8 for n in apart):
         wrong.append("queries")
@@ -238,16 +236,8 @@ def _check(
     if pages.dtype != torch.int32 or pages.stride(-1) != 1:
         wrong.append("pages")
     wide = {"token_request": token_request, "num_visible": num_visible, "candidates": candidates}
-    wrong += [
-        name
-        for name, x in wide.items()
-        if x is not None and (x.dtype != torch.int64 or x.stride(-1) != 1 or len(x) != tokens)
-    ]
-    if wrong:
-        raise BackendError(
-            f"index_scores_mxfp4 was given {', '.join(dict.fromkeys(wrong))} in another form ({vendor.words(narrow)}): "
-            "expected what its documentation says; give it so, or use the portable kernels"
-        )
+    wrong += _misread(wide, torch.int64, tokens)
+    _refuse("index_scores_mxfp4", wrong, narrow)
 
 
 def _check_choice(
@@ -269,24 +259,29 @@ def _check_choice(
             f"and no blocks or more than rows, up to {most}; ask for so many, or use the portable kernels"
         )
     tokens = len(scores)
-    narrow = {"scores": scores} if best is None else {"scores": scores, "best": best}
-    wrong = [
-        name
-        for name, x in narrow.items()
-        if x.dtype != torch.bfloat16 or len(x) != tokens or x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16
-    ]
+    narrow = {"scores": scores, "best": best}
+    wrong = _misread(narrow, torch.bfloat16, tokens)
+    wrong += [name for name, x in narrow.items() if x is not None and (x.stride(0) % 8 or x.data_ptr() % 16)]
     if best is not None and best.shape[1] * BLOCK < columns:
         wrong.append("best")
     wide = {"num_visible": num_visible, "candidates": candidates}
-    wrong += [
-        name
-        for name, x in wide.items()
-        if x is not None and (x.dtype != torch.int64 or x.stride(-1) != 1 or len(x) != tokens)
-    ]
+    wrong += _misread(wide, torch.int64, tokens)
+    _refuse("index_choice", wrong, narrow)
+
+
+def _misread(tensors: Mapping[str, Tensor | None], dtype: torch.dtype, tokens: int) -> list[str]:
+    """Names of those that are no dense rows of `dtype`, one a token."""
+    there = {name: x for name, x in tensors.items() if x is not None}
+    return [name for name, x in there.items() if x.dtype != dtype or len(x) != tokens or x.stride(-1) != 1]
+
+
+def _refuse(op: str, wrong: list[str], tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise BackendError where something is wrong."""
     if wrong:
+        given = vendor.words({name: x for name, x in tensors.items() if x is not None})
         raise BackendError(
-            f"index_choice was given {', '.join(dict.fromkeys(wrong))} in another form ({vendor.words(narrow)}): "
-            "expected what its documentation says; give it so, or use the portable kernels"
+            f"{op} was given {', '.join(dict.fromkeys(wrong))} in another form ({given}): expected what its "
+            "documentation says; give it so, or use the portable kernels"
         )
 
 
