@@ -69,12 +69,15 @@ class Kernel:
         *arguments: Any,
         ranks: int = 1,
         block: tuple[int, int, int] | None = None,
+        shared_bytes: int | None = None,
         early: bool = False,
     ) -> None:
         """On torch's current stream of `device`: `grid` CTAs, or clusters where `ranks` CTAs make one. `block` arranges
-        a CTA's threads, or takes fewer. `early` begins before the launch ahead has ended, where cuda-core can, for
-        kernels that wait for it themselves."""
+        a CTA's threads, or takes fewer; `shared_bytes` are fewer than it may have. `early` begins before the launch
+        ahead has ended, where cuda-core can, for kernels that wait for it themselves."""
         shape = self._shape | ({"block": block} if block is not None else {})
+        if shared_bytes is not None:
+            shape["shmem_size"] = shared_bytes
         if ranks > 1:
             shape["cluster"] = ranks
         if early and hasattr(self._config, _EARLY):

@@ -22,17 +22,21 @@ _COLUMNS = 128
 """Of which a row must have a multiple."""
 _LANES = 32
 """That keep the scales of a warp, a step each."""
+_MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a CTA can have."""
 _MOST_RANKS = 8
 _IN_FLIGHT = 1 << 16
 """Bytes that keep a multiprocessor's share of the memory busy."""
+_MOST_STEPS = 64
+"""Steps of columns in a CTA."""
 _BEGINS, _RANK = 1 << 15, 1 << 14
 """What a multiprocessor could read while a CTA begins, and in the time that each CTA of a cluster costs the others, who
 wait for the slowest and fetch its sums: one microsecond and a half."""
 
 
 class ProductsBuild(Build):
-    """For at most so many `tokens`: bands of `rows` for a warp, at most so many `warps`, `depth` steps of `step`
-    columns in flight, and at most so many `columns` of a CTA."""
+    """For at most so many `tokens`: bands of `rows` for a warp, at most so many `warps`, each with `depth` steps of
+    `step` columns in flight, and at most so many `steps` of a CTA."""
 
     @property
     def tokens(self) -> int:
@@ -55,33 +59,32 @@ class ProductsBuild(Build):
         return self.own_defines["DEPTH"]
 
     @property
-    def columns(self) -> int:
-        return self.own_defines["COLUMNS"]
+    def steps(self) -> int:
+        return self.own_defines["MOST_STEPS"]
+
+    def shared(self, tokens: int, warps: int, steps: int) -> int:
+        """Bytes of shared memory of a CTA: barriers, and weights and activations, or the sums that take their place."""
+        weights = warps * self.depth * self.rows * self.step
+        # 16 bytes more a token and step, so that tokens that are read together start in different banks.
+        activations = steps * (tokens if self.tokens == 8 else self.tokens) * (self.step * 2 + 16)
+        sums = warps * self.tokens * (self.rows + 4) * 4
+        return -(-self.steps * 8 // 16) * 16 + max(weights + activations, sums)
 
 
-def build(
-    tokens: int, *, tiles: int, warps: int, step: int, depth: int, columns: int, ctas_per_sm: int
-) -> ProductsBuild:
-    """With `tiles` of 16 rows a warp."""
-    # 16 bytes and 4 sums more, with which rows that are read together start in different banks.
-    activations = tokens * (columns * 2 + 16)
-    sums = warps * tokens * (tiles * _TILE + 4) * 4
-    shared = -(-(max(activations, sums) + columns // step * 8) // 16) * 16
+def build(tokens: int, *, tiles: int, warps: int, step: int, depth: int, ctas_per_sm: int = 1) -> ProductsBuild:
+    """With `tiles` of 16 rows a warp, and registers for `ctas_per_sm`."""
     defines = {
-        "TOKENS": tokens, "TILES": tiles, "MOST_WARPS": warps, "STEP": step, "DEPTH": depth, "COLUMNS": columns,
-        "CTAS_PER_SM": ctas_per_sm,
+        "TOKENS": tokens, "TILES": tiles, "MOST_WARPS": warps, "STEP": step, "DEPTH": depth,
+        "MOST_STEPS": _MOST_STEPS, "CTAS_PER_SM": ctas_per_sm,
     }  # fmt: skip
-    return ProductsBuild("products", "gemm", warps * 32, ctas_per_sm, shared, defines)
+    return ProductsBuild("products", "gemm", warps * 32, ctas_per_sm, _MOST_SHARED, defines)
 
 
-# Chosen by reasoning (docs/performance.md), not measured: 64 KB or more in flight, and for few tokens two CTAs on a
-# multiprocessor, so that the next launch can begin to read. From 32 tokens on a warp has two tiles, or reading
-# activations from shared memory would take as long as the weights do.
 BUILDS = (
-    build(8, tiles=1, warps=16, step=128, depth=2, columns=5120, ctas_per_sm=2),
-    build(16, tiles=1, warps=16, step=128, depth=2, columns=4096, ctas_per_sm=1),
-    build(32, tiles=2, warps=12, step=128, depth=2, columns=3072, ctas_per_sm=1),
-    build(64, tiles=2, warps=8, step=128, depth=2, columns=1408, ctas_per_sm=1),
+    build(8, tiles=1, warps=16, step=128, depth=3, ctas_per_sm=2),
+    build(16, tiles=1, warps=16, step=128, depth=3),
+    build(32, tiles=2, warps=16, step=64, depth=3),
+    build(64, tiles=2, warps=12, step=64, depth=4),
 )
 
 
@@ -95,9 +98,12 @@ def build_for(tokens: int) -> ProductsBuild:
     )
 
 
+@cache
 def most_columns(tokens: int) -> int:
     """What a cluster holds the activations of. Raises as `build_for` does."""
-    return _MOST_RANKS * build_for(tokens).columns
+    build = build_for(tokens)
+    steps = next(n for n in range(build.steps, 0, -1) if build.shared(tokens, 1, n) <= _MOST_SHARED)
+    return _MOST_RANKS * min(steps, _LANES) * build.step
 
 
 @dataclass(frozen=True)
@@ -130,9 +136,11 @@ def plan(build: ProductsBuild, tokens: int, rows: int, columns: int, groups: int
         for slices in range(1, build.warps + 1):
             share, extra = divmod(steps, ranks * slices)
             longest = slices * share + min(extra, slices)
-            if not share or share + (extra > 0) > _LANES or longest * build.step > build.columns:
+            if not share or share + (extra > 0) > _LANES or longest > build.steps:
                 continue
             for bands in range(1, min(build.warps // slices, all_bands) + 1):
+                if build.shared(tokens, bands * slices, longest) > _MOST_SHARED:
+                    continue
                 clusters = -(-all_bands // bands)
                 turns = -(-clusters * groups * ranks // room.multiprocessors)
                 weights = (share + (extra > 0)) * step * max(needed, bands * slices)
@@ -175,6 +183,7 @@ def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> No
         kernel = _loaded(build, x.device.index)
         chosen = plan(build, tokens, rows, columns, groups, kernel.room)
         share, extra = divmod(columns // build.step, chosen.ranks * chosen.slices)
+        steps = chosen.slices * share + min(extra, chosen.slices)
         arguments = [
             pointer(weight), pointer(weight_scale), int32(rows), int32(columns), int32(share), int32(extra),
             pointer(x), int64(x.stride(0)), int64(x.stride(1)), int32(tokens),
@@ -186,6 +195,7 @@ def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> No
             *arguments,
             ranks=chosen.ranks,
             block=(32, chosen.slices, chosen.bands),
+            shared_bytes=build.shared(tokens, chosen.slices * chosen.bands, steps),
             early=True,
         )
 

@@ -48,6 +48,14 @@ __device__ inline void barrier_arrive_after_copies(u64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(barrier)) : "memory");
 }
 
+// Small copies of a thread since the last end are one group, and waited for until at most PENDING groups are left.
+__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ inline void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 __device__ inline void barrier_wait(u64* barrier, u32 parity) {
     asm volatile(
         "{\n"

@@ -1,13 +1,14 @@
 // Products of few tokens in bf16 and e4m3 weights with a power of two for each block of 32 x 32: sm_90a.
 //
 // Compiled with TOKENS (8, 16, 32 or 64, the most of a call), TILES (of 16 rows of weights that a warp has), MOST_WARPS,
-// STEP (64 or 128 columns) and DEPTH (steps that a thread has in flight), COLUMNS (the most that a CTA has, of which
-// activations lie in shared memory), CTAS_PER_SM and SHARED_BYTES (what a launch gives) defined.
+// STEP (64 or 128 columns), DEPTH (steps of weights that a warp has in flight), MOST_STEPS (of a CTA) and CTAS_PER_SM defined.
 //
-// Few tokens are bound by reading the weights once. These go the shortest way: 16 bytes a load into the registers that
-// the matrix instructions (m16n8k16, 16 rows of weights and 8 tokens) take them from, never through shared memory. A warp
-// has a band of rows and a slice of the columns; a cluster of CTAs shares the columns of its bands too. At the end, sums
-// lie in shared memory, and every CTA adds up and writes a part of the rows, always in the same order.
+// Few tokens are bound by reading the weights once. A warp has a band of rows and a slice of the columns, and a ring of
+// steps of them in shared memory. Each lane copies the 16 bytes of a row that its own registers take in the matrix
+// instructions (m16n8k16, 16 rows of weights and 8 tokens), so no thread waits for another's, and there are no conflicts.
+// (Loads into registers instead were waited for together, since a warp has six counters for what is under way, not one a load.)
+// A cluster of CTAs shares the columns of its bands too. At the end, sums lie in shared memory, and every CTA adds up and
+// writes a part of the rows, always in the same order.
 //
 // A thread of the instruction needs columns 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, t being its place among four. It has 16
 // neighbours of 64 columns instead, of which each four are its part of an instruction. That is another order of columns,
@@ -21,36 +22,23 @@
 #include "common.cuh"
 
 #define CHUNKS (STEP / 64)
-#define STEPS (COLUMNS / STEP)
 #define ALL 0xffffffffu
 #define LANES (STEP / 8)     // that copy a step of a token
 #define ROWS (TILES * 16)    // of a band
 #define BLOCKS (TOKENS / 8)
-#define PITCH (COLUMNS * 2 + 16)  // bytes: an odd number of 16, so two tokens, and their four threads, share no bank
-#define SUMS (ROWS + 4)           // of a token, with which two tokens of a thread's four are 8 banks apart
+#define COPY (32 * 16)       // bytes that the lanes of a warp copy by one instruction
+#define STAGE (CHUNKS * TILES * 2 * COPY)
+#define PITCH (STEP * 2 + 16)  // of a token's activations of a step: an odd number of 16, so tokens side by side share no bank
+#define SUMS (ROWS + 4)      // of a token, with which two tokens of a thread's four are 8 banks apart
 #define PARTS_AT_ONCE 4
 
-struct Shared {
-    union {
-        u8 activations[TOKENS][PITCH];
-        float sums[MOST_WARPS][TOKENS][SUMS];
-    };
-    u64 full[STEPS];
-};
-static_assert((STEP == 64 || STEP == 128) && COLUMNS % STEP == 0, "columns come by steps");
-static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
+static_assert(STEP == 64 || STEP == 128, "columns come by steps");
+static_assert(MOST_STEPS % 2 == 0, "what follows their barriers is read 16 bytes at a time");
 
 // Instructions
 
 __device__ inline void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ inline void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-// Volatile, so that they stay ahead of what is waited for. A row is read to its end, so the memory may be asked for more of it.
-__device__ inline uint4 load_weights(const u8* from) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-    return v;
-}
 
 // 2 or 4 bytes.
 template <int BYTES>
@@ -67,6 +55,11 @@ __device__ inline u32 load_some(const u8* from) {
 
 __device__ inline void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// A row is read to its end, so the memory may be asked for more of it.
+__device__ inline void copy_weights(u32 to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ inline uint4 load_shared_4(u32 from) {
@@ -110,18 +103,21 @@ __device__ inline u32 power_pair(u32 word, u32 which) {
     return pair << 7;
 }
 
-// A scale is 2^(byte - 127), and 2^120 are to be put back. For bytes up to MOST one bf16 is enough. Larger ones have a turn
-// of their own, which leaves the 2^120 to the sums.
+// A scale is 2^(byte - 127), and 2^120 are to be put back. For bytes up to MOST one bf16 is enough. Those of larger ones have
+// turns of their own, each of which leaves 2^LEFT more to the sums.
 #define MOST 134
 #define PUT_BACK 120
-__device__ inline u32 over(u32 word) { return __vcmpgtu4(word, MOST * 0x01010101u); }
+#define LEFT 60
+#define TURNS 3
+__device__ inline u32 over(u32 word, u32 most) { return __vcmpgtu4(word, most * 0x01010101u); }
+__device__ inline u32 most_of(int turn) { return turn == TURNS - 1 ? 255 : MOST + turn * LEFT; }
+// The bytes of a turn, with what it puts back; the others 0.
+__device__ inline u32 of_turn(u32 word, int turn) {
+    u32 own = ~over(word, most_of(turn)) & (turn == 0 ? ~0u : over(word, most_of(turn - 1)));
+    return (word & own) + ((PUT_BACK - turn * LEFT) * 0x01010101u & own);
+}
 
 __device__ inline u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// Of a step: 16 bytes of each 64 columns of a thread's two rows.
-struct Raw {
-    uint4 chunks[CHUNKS][TILES][2];
-};
 
 // The grid is (ranks of a cluster, clusters of a group's rows, groups). A cluster has `bands` (threadIdx.z) of rows, a CTA
 // of it `slices` (threadIdx.y) of the columns. Slices have `share` steps each, and the first `extra` of them one more.
@@ -131,8 +127,10 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
     int rows, int columns, int share, int extra,
     const u16* x, i64 x_stride, i64 x_group_stride, int tokens,  // [tokens, groups, columns]
     void* out, i64 out_stride, int out_is_fp32) {                // [tokens, groups * rows]
+    // A barrier for each step, then the rings of all warps, then the activations of each step. Sums take the place of both.
     extern __shared__ __align__(16) u8 memory[];
-    Shared& s = *(Shared*)memory;
+    u64* barriers = (u64*)memory;
+    u8* rings = memory + MOST_STEPS * 8;
     let_next_launch_begin();
     int lane = threadIdx.x, slices = blockDim.y, bands = blockDim.z;
     int slice = __shfl_sync(ALL, threadIdx.y, 0), band = __shfl_sync(ALL, threadIdx.z, 0), warp = band * slices + slice;
@@ -142,42 +140,33 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
     int steps = begin_of(rank * slices + slice + 1) - begin;
 
     // Rows past the end are those of the last tile, which are not written again.
-    u32 row[TILES], from[TILES][2];
+    u32 row[TILES], from[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
         row[i] = group * rows + min(first_row + band * ROWS + i * 16, rows - 16);
-        from[i][0] = (row[i] + lane / 4) * columns + begin * STEP + lane % 4 * 16;
-        from[i][1] = from[i][0] + 8 * columns;
+        from[i] = (row[i] + lane / 4) * columns + begin * STEP + lane % 4 * 16;
     }
-    auto load = [&](Raw& raw, int step, int chunk) {
+    u32 ring = address(rings) + warp * DEPTH * STAGE + lane * 16;
+    auto load = [&](int step, u32 to) {
 #pragma unroll
-        for (int i = 0; i < TILES; i++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) raw.chunks[chunk][i][r] = load_weights(weights + from[i][r] + step * STEP + chunk * 64);
+        for (int n = 0; n < CHUNKS * TILES * 2; n++)
+            copy_weights(to + n * COPY, weights + from[n / 2 % TILES] + n % 2 * 8 * columns + step * STEP + n / 2 / TILES * 64);
     };
-    auto advance = [&](int by) {
-#pragma unroll
-        for (int i = 0; i < TILES * 2; i++) from[i / 2][i % 2] += by * STEP;
-    };
-    Raw raw[DEPTH] = {};
     auto begin_loading = [&]() {
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++)
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; chunk++)
-                if (d < steps) load(raw[d], d, chunk);
+        for (int d = 0; d < DEPTH; d++) {
+            if (d < steps) load(d, ring + d * STAGE);
+            copies_end();
+        }
     };
     begin_loading();
 
     // A lane has the scales of a step.
     u32 scale[TILES];
-    auto load_scales = [&]() {
 #pragma unroll
-        for (int i = 0; i < TILES; i++) scale[i] = load_some<STEP / 32>(scales + (row[i] / 32 * (columns / STEP) + begin + min(lane, steps - 1)) * (STEP / 32));
-    };
-    load_scales();
+    for (int i = 0; i < TILES; i++) scale[i] = load_some<STEP / 32>(scales + (row[i] / 32 * (columns / STEP) + begin + min(lane, steps - 1)) * (STEP / 32));
 
-    u64* full = s.full + (begin - first_step);
+    u64* full = barriers + (begin - first_step);
     if (band == 0 && lane == 0) {
 #pragma unroll 1
         for (int step = 0; step < steps; step++) barrier_init(full + step, bands * 32);
@@ -187,79 +176,83 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
 
     // The warps of a slice copy its activations: some tokens at a time, a lane 16 bytes of a step. What is in the place of
     // tokens past the last makes sums that nobody reads.
-    u8* place = s.activations[0] + (begin - first_step) * STEP * 2;
+    const int places = TOKENS == 8 ? tokens : TOKENS;  // in a step
+    u32 place = address(rings) + slices * bands * DEPTH * STAGE + (begin - first_step) * places * PITCH;
     const u16* activations = x + group * x_group_stride + begin * STEP + lane % LANES * 8;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
 #pragma unroll 1
         for (int token = (band * 32 + lane) / LANES; token < tokens; token += bands * 32 / LANES)
-            copy_16(address(place + token * PITCH + step * STEP * 2 + lane % LANES * 16), activations + token * x_stride + step * STEP);
+            copy_16(place + (step * places + token) * PITCH + lane % LANES * 16, activations + token * x_stride + step * STEP);
         barrier_arrive_after_copies(full + step);
     }
 
     float sums[TILES][BLOCKS][4] = {};
     u32 which = 0x4040 + lane % 4 / 2 * 0x0101;  // of the scales of a step, in its first 64 columns
-    bool large = false;
+    int turn = 0;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) large |= over(scale[i]) != 0;
-    large = __any_sync(ALL, large);
+    for (int i = 0; i < TILES; i++)
+        while (__any_sync(ALL, over(scale[i], most_of(turn)))) turn++;
     while (true) {
         u32 powers[TILES];
 #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            u32 large_ones = scale[i] & over(scale[i]);
-            powers[i] = large ? large_ones : (scale[i] - large_ones + PUT_BACK * 0x01010101u) & ~over(scale[i]);
-        }
-        u32 at = address(place + lane / 4 * PITCH + lane % 4 * 32);
+        for (int i = 0; i < TILES; i++) powers[i] = of_turn(scale[i], turn);
+        u32 at = place + min(lane / 4, places - 1) * PITCH + lane % 4 * 32, stage = ring;
 #pragma unroll 1
-        for (int first = 0; first < steps; first += DEPTH) {
+        for (int step = 0; step < steps; step++) {
+            u32 word[TILES];
 #pragma unroll
-            for (int d = 0; d < DEPTH; d++) {
-                int step = first + d;
-                if (step >= steps) break;
-                u32 word[TILES];
+            for (int i = 0; i < TILES; i++) word[i] = __shfl_sync(ALL, powers[i], step);
+            copies_wait<DEPTH - 1>();
+            barrier_wait(full + step, 0);
 #pragma unroll
-                for (int i = 0; i < TILES; i++) word[i] = __shfl_sync(ALL, powers[i], step);
-                barrier_wait(full + step, 0);
+            for (int chunk = 0; chunk < CHUNKS; chunk++) {
+                uint4 raw[TILES][2];
+                u32 by[TILES];
 #pragma unroll
-                for (int chunk = 0; chunk < CHUNKS; chunk++) {
-                    u32 by[TILES];
-#pragma unroll
-                    for (int i = 0; i < TILES; i++) by[i] = power_pair(word[i], which + chunk * 0x0202);
-#pragma unroll
-                    for (int pair = 0; pair < 2; pair++) {
-                        u32 a[2][TILES][4];
-#pragma unroll
-                        for (int i = 0; i < TILES; i++)
-#pragma unroll
-                            for (int n = 0; n < 8; n++)
-                                a[n / 4][i][n % 4] = scaled(widened(word_of(raw[d].chunks[chunk][i][n % 2], pair * 2 + n / 4), n % 4 / 2), by[i]);
-#pragma unroll
-                        for (int block = 0; block < BLOCKS; block++) {
-                            uint4 b = load_shared_4(at + block * 8 * PITCH + chunk * 128 + pair * 16);
-#pragma unroll
-                            for (int i = 0; i < TILES; i++) multiply(sums[i][block], a[0][i], b.x, b.y);
-#pragma unroll
-                            for (int i = 0; i < TILES; i++) multiply(sums[i][block], a[1][i], b.z, b.w);
-                        }
-                    }
-                    if (step + DEPTH < steps) load(raw[d], d + DEPTH, chunk);
+                for (int i = 0; i < TILES; i++) {
+                    raw[i][0] = load_shared_4(stage + (chunk * TILES + i) * 2 * COPY);
+                    raw[i][1] = load_shared_4(stage + (chunk * TILES + i) * 2 * COPY + COPY);
+                    by[i] = power_pair(word[i], which + chunk * 0x0202);
                 }
-                at += STEP * 2;
-            }
-            advance(DEPTH);
-        }
-        if (!large) break;
-        large = false;
-        advance(-(steps + DEPTH - 1) / DEPTH * DEPTH);
 #pragma unroll
-        for (int n = 0; n < TILES * BLOCKS * 4; n++) sums[n / 4 / BLOCKS][n / 4 % BLOCKS][n % 4] *= __int_as_float(PUT_BACK + 127 << 23);
-        begin_loading(), load_scales();
+                for (int pair = 0; pair < 2; pair++) {
+                    u32 a[2][TILES][4];
+#pragma unroll
+                    for (int i = 0; i < TILES; i++)
+#pragma unroll
+                        for (int n = 0; n < 8; n++)
+                            a[n / 4][i][n % 4] = scaled(widened(word_of(raw[i][n % 2], pair * 2 + n / 4), n % 4 / 2), by[i]);
+#pragma unroll
+                    for (int block = 0; block < BLOCKS; block++) {
+                        uint4 b = load_shared_4(at + block * 8 * PITCH + chunk * 128 + pair * 16);
+#pragma unroll
+                        for (int i = 0; i < TILES; i++) multiply(sums[i][block], a[0][i], b.x, b.y);
+#pragma unroll
+                        for (int i = 0; i < TILES; i++) multiply(sums[i][block], a[1][i], b.z, b.w);
+                    }
+                }
+            }
+            // The products have begun, so what was read has arrived.
+            if (step + DEPTH < steps) load(step + DEPTH, stage);
+            copies_end();
+            at += places * PITCH;
+            stage = stage == ring + (DEPTH - 1) * STAGE ? ring : stage + STAGE;
+        }
+        if (turn == 0) break;
+        turn--;
+#pragma unroll
+        for (int n = 0; n < TILES * BLOCKS * 4; n++) sums[n / 4 / BLOCKS][n / 4 % BLOCKS][n % 4] *= __int_as_float(LEFT + 127 << 23);
+        copies_wait<0>();
+        begin_loading();
     }
 
-    // Sums take the place of activations that other warps may still read.
+    // Sums take the place of what other warps may still read, or copy.
+    copies_wait<0>();
     __syncthreads();
-    float* to = &s.sums[warp][lane % 4 * 2][lane / 4];
+    const int part = TOKENS * SUMS;  // of a warp
+    float* sums_of_all = (float*)rings;
+    float* to = sums_of_all + warp * part + lane % 4 * 2 * SUMS + lane / 4;
 #pragma unroll
     for (int i = 0; i < TILES; i++)
 #pragma unroll
@@ -272,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
     for (int token = rank * warps + warp; token < tokens; token += ranks * warps) {
 #pragma unroll 1
         for (int at = lane * 4; at < live_rows; at += 128) {
-            u32 first = address(&s.sums[at / ROWS * slices][token][at % ROWS]);
+            u32 first = address(sums_of_all + at / ROWS * slices * part + token * SUMS + at % ROWS);
             int part_slice = 0, part_rank = 0;
             float4 sum = {0, 0, 0, 0};
 #pragma unroll 1
@@ -280,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
                 float4 v[PARTS_AT_ONCE] = {};
 #pragma unroll
                 for (int i = 0; i < PARTS_AT_ONCE; i++) {
-                    if (part_rank < ranks) v[i] = load_remote_4(in_rank(first + part_slice * (int)sizeof(s.sums[0]), part_rank));
+                    if (part_rank < ranks) v[i] = load_remote_4(in_rank(first + part_slice * part * 4, part_rank));
                     if (++part_slice == slices) part_slice = 0, part_rank++;
                 }
 #pragma unroll

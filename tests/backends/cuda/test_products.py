@@ -79,7 +79,8 @@ def test_a_plan_covers_everything_in_what_a_cta_has(tokens: int, shape: tuple[in
     assert max(parts) <= 32  # a lane of a warp has the scales of a step
     for rank in range(chosen.ranks):
         own = parts[rank * chosen.slices : (rank + 1) * chosen.slices]
-        assert sum(own) * build.step <= build.columns
+        assert sum(own) <= build.steps
+        assert build.shared(tokens, chosen.bands * chosen.slices, sum(own)) <= 227 << 10
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64])
@@ -198,10 +199,10 @@ def test_it_agrees_with_float64(tokens: int, shape: tuple[int, int, int], dtype:
 
 @on_hopper
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64])
-@pytest.mark.parametrize("scales", [(3, 20), (60, 200), (130, 140), (200, 230)], ids=str)
+@pytest.mark.parametrize("scales", [(3, 20), (60, 200), (130, 140), (180, 210)], ids=str)
 def test_no_range_is_too_wide(tokens: int, scales: tuple[int, int]) -> None:
     arguments = on_gpu(tokens, SMALL["long"], dtype=torch.float32, scales=scales)
-    arguments["x"].mul_(2.0 ** (90 - sum(scales) // 2))
+    arguments["x"].mul_(2.0 ** max(90 - sum(scales) // 2, -45))
     torch.cuda.synchronize()
     agree(arguments, repeats=2)
 

@@ -58,7 +58,7 @@ class EmulatedKernel:
         self._library.emulate.restype = ctypes.c_char_p
         self._parameters = len(kernel.parameters)
         self._ctas_per_sm = kernel.ctas_per_sm
-        self._threads, self._shared_bytes = threads, end + shared_bytes
+        self._threads, self._shared_before, self._shared_bytes = threads, end, shared_bytes
         self.multiprocessors = type(self).multiprocessors
 
     def most_clusters(self, ranks: int) -> int:
@@ -72,6 +72,7 @@ class EmulatedKernel:
         *arguments: Any,
         ranks: int = 1,
         block: tuple[int, int, int] | None = None,
+        shared_bytes: int | None = None,
         early: bool = False,
     ) -> None:
         """`grid` CTAs, or clusters where `ranks` CTAs make one. A plain int is a pointer, 0 for none."""
@@ -85,7 +86,7 @@ class EmulatedKernel:
         bounds = (ctypes.c_uint64 * (2 * len(ranges)))(*(bound for pair in ranges for bound in pair))
         sizes = (ctypes.c_uint32 * 3)(*(block or (self._threads, 1, 1)))
         launch = _Launch(
-            (ctypes.c_uint32 * 3)(*shape), ranks, sizes, self._shared_bytes, type(self).seed,
+            (ctypes.c_uint32 * 3)(*shape), ranks, sizes, self._shared_before + (shared_bytes or self._shared_bytes), type(self).seed,
             ctypes.addressof(parameters), len(ranges), ctypes.addressof(bounds),
         )  # fmt: skip
         said = self._library.emulate(ctypes.byref(launch))
