@@ -107,10 +107,10 @@ def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     choice = DryFlashMLA(target).choice
     ours = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
     builds: set[Build] = {build for heads in ours for build in hopper.builds_for(heads)}
-    if choice.index and any(spec.owns_selection for spec in meeting["specs"]):
-        builds.update(index.BUILDS)
-    if choice.products:
+    if choice.ours:
         builds.update(products.BUILDS)
+        if any(spec.owns_selection for spec in meeting["specs"]):
+            builds.update(index.BUILDS)
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))
     return {
         "variants": [aot.listed(variant) for variant in triton_builds] + _listed(sorted(builds, key=BUILDS.index)),

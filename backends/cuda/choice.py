@@ -15,10 +15,6 @@ MOST_OVERLAPPING = 256
 MOST_OURS = 64
 """Heads that our kernels for Hopper take."""
 
-PRODUCTS_BY_DEFAULT = INDEX_BY_DEFAULT = False
-"""Whether our products for few tokens, and our index scores and choices, are taken where nobody asked for them: each to
-be set once they were measured to be faster than the portable ones (docs/performance.md)."""
-
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
 # docs/performance.md. "Few heads on one H200": 0.40 to 0.72 of the time of FlashMLA, which pads to 64 heads, at 1 to
@@ -73,20 +69,16 @@ class Choice:
         return best if best != HOPPER or self.missing is None else FLASHMLA
 
     @property
-    def products(self) -> bool:
-        """Whether products of few tokens with fp8 weights are ours."""
-        return self.missing is None and (PRODUCTS_BY_DEFAULT or self.named == HOPPER)
-
-    @property
-    def index(self) -> bool:
-        """Whether index scores of MXFP4 keys and the choices by them are ours."""
-        return self.missing is None and (INDEX_BY_DEFAULT or self.named == HOPPER)
+    def ours(self) -> bool:
+        """Whether products of few tokens with fp8 weights, index scores of MXFP4 keys and the choices by them are ours,
+        and independent chains of captured steps run side by side: where our kernels are there, and no other was named.
+        All three were measured to be faster at every size (docs/performance.md)."""
+        return self.missing is None and self.named in (None, HOPPER)
 
     @property
     def max_tokens_for_overlap(self) -> int:
-        """That of the backend. Not timed yet, so only where HOPPER is named: with the table's choice, which is mostly
-        the same kernel, beside it both are timed by one machine."""
-        return MOST_OVERLAPPING if self.named == HOPPER else 0
+        """That of the backend."""
+        return MOST_OVERLAPPING if self.ours else 0
 
     def kernels(self, num_heads: int) -> set[str]:
         """Of all calls with so many heads."""

@@ -102,8 +102,7 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
         if self.device.type != "cuda" or self.arch != TARGET:
             return Choice.read(self.arch, f"it is built for {TARGET} GPUs, this is {self.arch} on {self.device.type}")
         choice = Choice.read(self.arch, why_not(hopper.BUILDS))
-        others = (index.BUILDS if choice.index else ()) + (products.BUILDS if choice.products else ())
-        return Choice.read(self.arch, why_not(others)) if others else choice
+        return Choice.read(self.arch, why_not((*index.BUILDS, *products.BUILDS))) if choice.ours else choice
 
     @cached_property
     def library(self) -> Any:
@@ -112,11 +111,11 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
 
     @property
     def chooses_on_hopper(self) -> bool:
-        return self.choice.index
+        return self.choice.ours
 
     @property
     def multiplies_on_hopper(self) -> bool:
-        return self.choice.products
+        return self.choice.ours
 
     # The contracts
 

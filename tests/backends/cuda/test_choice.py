@@ -41,11 +41,14 @@ def test_the_environment_decides_where_it_says_something(kernel: str, monkeypatc
         assert {Choice.read("sm_90", None).kernel(8, tokens) for tokens in TOKENS} == {kernel}
 
 
-def test_chains_overlap_only_where_our_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Choice.read("sm_90", None).max_tokens_for_overlap == 0
-    for kernel, most in (("flashmla", 0), ("portable", 0), ("hopper", 256)):
+def test_all_else_is_ours_too_unless_another_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel, ours in (("", True), ("flashmla", False), ("portable", False), ("hopper", True)):
         monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", kernel)
-        assert Choice.read("sm_90", None).max_tokens_for_overlap == most
+        assert Choice.read("sm_90", None).ours == ours
+        assert Choice.read("sm_90", None).max_tokens_for_overlap == (256 if ours else 0)
+    monkeypatch.delenv("DSV41_FLASHMLA_KERNEL")
+    assert not Choice.read("sm_100", MISSING).ours
+    assert Choice.read("sm_100", MISSING).max_tokens_for_overlap == 0
 
 
 def test_more_heads_than_ours_are_flashmlas_whatever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

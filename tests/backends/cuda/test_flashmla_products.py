@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dsv41.backends.cuda import choice, products
+from dsv41.backends.cuda import products
 from dsv41.backends.cuda.build import Build
 from dsv41.backends.cuda.choice import Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend
@@ -39,7 +39,7 @@ LAYER = 1  # which owns all that a layer can
 class Multiplies(FlashMLABackend):
     """With `choice` as it is told, and torch for our kernel; `rows` are those of the matrices that it took."""
 
-    told = Choice("sm_90", None, "hopper")
+    told = Choice("sm_90", None)
 
     def __init__(self) -> None:
         super().__init__(device="cpu", facts=Device.gpu("sm_90", 0))
@@ -122,21 +122,14 @@ def test_more_tokens_are_the_portable_kernels(checkpoint: Checkpoint) -> None:
     assert backend.rows == []
 
 
-@pytest.mark.parametrize("told", [Choice("sm_90", None), Choice("sm_90", "no compiler", "flashmla")], ids=str)
-def test_where_nobody_asked_or_nothing_compiles_they_are_too(
+@pytest.mark.parametrize("told", [Choice("sm_90", None, "flashmla"), Choice("sm_90", "no compiler")], ids=str)
+def test_where_another_is_named_or_nothing_compiles_they_are_too(
     checkpoint: Checkpoint, told: Choice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "PRODUCTS_BY_DEFAULT", told.missing is not None)
     monkeypatch.setattr(Multiplies, "told", told)
     backend = Multiplies()
     multiply(backend, checkpoint, 1)
     assert backend.rows == []
-
-
-def test_one_line_makes_them_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "PRODUCTS_BY_DEFAULT", True)
-    assert Choice("sm_90", None).products
-    assert not Choice("sm_100", "it is built for sm_90").products
 
 
 def test_quantised_activations_and_plain_matrices_are_the_portable_kernels(checkpoint: Checkpoint) -> None:

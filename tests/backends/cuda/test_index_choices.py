@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dsv41.backends.cuda import choice, index, index_choices
+from dsv41.backends.cuda import index, index_choices
 from dsv41.backends.cuda.choice import Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend
 from dsv41.backends.portable import backend as portable_backend
@@ -41,7 +41,7 @@ pytestmark = [
 
 FREE, PUBLISHES, RESTRICTED = 1, 4, 6
 """Layers that choose among all rows, and publish candidates, and are restricted to them."""
-OURS, NOBODY_ASKED, MISSING = Choice("sm_90", None, "hopper"), Choice("sm_90", None), Choice("sm_90", "no compiler")
+OURS, MISSING = Choice("sm_90", None), Choice("sm_90", "no compiler")
 
 
 class Selects(FlashMLABackend):
@@ -74,7 +74,7 @@ class Selects(FlashMLABackend):
     def select(self, inputs: AttnInputs, layer: LayerState, plan: StepPlan, published: Selection | None) -> Selection:
         found = super().select(inputs, layer, plan, published)
         self.selected.append(layer.spec.layer_id)
-        if not self.told.index:
+        if not self.told.ours:
             return found
         self.choice = MISSING
         expected = super().select(inputs, layer, plan, published)
@@ -178,13 +178,13 @@ def run(on: Selects, checkpoint: Checkpoint, page_size: int = 64) -> Selects:
     return on
 
 
-def test_all_choices_are_ours_where_we_are_asked_for_by_name(checkpoint: Checkpoint) -> None:
+def test_all_choices_are_ours(checkpoint: Checkpoint) -> None:
     assert run(Selects(), checkpoint).ours == [(layer, 5) for layer in (FREE, PUBLISHES, RESTRICTED)]
 
 
-@pytest.mark.parametrize("told", [NOBODY_ASKED, replace(MISSING, named="flashmla")], ids=str)
+@pytest.mark.parametrize("told", [MISSING, replace(OURS, named="flashmla")], ids=str)
 def test_else_they_are_the_portable_kernels(told: Choice, checkpoint: Checkpoint) -> None:
-    assert not told.index
+    assert not told.ours
     assert run(Selects(told), checkpoint).ours == []
 
 
@@ -208,13 +208,6 @@ def test_tokens_are_scored_in_parts(checkpoint: Checkpoint, monkeypatch: pytest.
 
 def test_emulated_kernels_select_what_the_portable_ones_do(checkpoint: Checkpoint, emulated_gpu: EmulatedGPU) -> None:
     assert len(run(Emulated(), checkpoint).ours) == 3
-
-
-def test_one_line_makes_them_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "INDEX_BY_DEFAULT", True)
-    assert NOBODY_ASKED.index
-    assert Selects(NOBODY_ASKED).chooses_on_hopper
-    assert not MISSING.index
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 100, 5000])

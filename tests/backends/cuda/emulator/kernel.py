@@ -85,8 +85,9 @@ class EmulatedKernel:
         ranges = _ranges([argument for argument in arguments if isinstance(argument, int) and argument])
         bounds = (ctypes.c_uint64 * (2 * len(ranges)))(*(bound for pair in ranges for bound in pair))
         sizes = (ctypes.c_uint32 * 3)(*(block or (self._threads, 1, 1)))
+        memory = self._shared_before + (shared_bytes or self._shared_bytes)
         launch = _Launch(
-            (ctypes.c_uint32 * 3)(*shape), ranks, sizes, self._shared_before + (shared_bytes or self._shared_bytes), type(self).seed,
+            (ctypes.c_uint32 * 3)(*shape), ranks, sizes, memory, type(self).seed,
             ctypes.addressof(parameters), len(ranges), ctypes.addressof(bounds),
         )  # fmt: skip
         said = self._library.emulate(ctypes.byref(launch))
