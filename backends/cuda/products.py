@@ -81,10 +81,10 @@ def build(tokens: int, *, tiles: int, warps: int, step: int, depth: int, ctas_pe
 
 
 BUILDS = (
-    build(8, tiles=1, warps=16, step=128, depth=3, ctas_per_sm=2),
-    build(16, tiles=1, warps=16, step=128, depth=3),
-    build(32, tiles=2, warps=16, step=64, depth=3),
-    build(64, tiles=2, warps=12, step=64, depth=4),
+    build(8, tiles=1, warps=16, step=128, depth=2, ctas_per_sm=2),
+    build(16, tiles=1, warps=16, step=128, depth=4),
+    build(32, tiles=1, warps=16, step=128, depth=2),
+    build(64, tiles=2, warps=12, step=64, depth=2),
 )
 
 
