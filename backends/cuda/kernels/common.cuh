@@ -30,6 +30,11 @@ __device__ inline Cache one_of(bool first, const Cache& a, const Cache& b) {
 
 __device__ inline u32 address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// A launch that begins early must wait before it touches what a launch ahead of it writes or reads. The next one may begin
+// when all CTAs have let it.
+__device__ inline void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+
 __device__ inline void barrier_init(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count));
 }

@@ -757,6 +757,7 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
           int compressed_width) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& s = *(Shared*)memory;
+    let_next_launch_begin();
     Cache first = {window, window_stride, window_page_size, window_rows, window_indices, window_lengths, window_width};
     Cache second = {compressed, compressed_stride, compressed_page_size, compressed_rows, compressed_indices, compressed_lengths, compressed_width};
     int head = blockIdx.y * HEADS;  // the first of this CTA's
@@ -776,9 +777,11 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
     if (threadIdx.x == 0) barrier_expect(&s.given, given_bytes(cluster_rank(), cluster_size()));
     if (warp >= WARPS) {
         set_registers<FETCH_REGISTERS>(false);
+        wait_for_launch_ahead();
         fetch(s, first, second, num_tokens, warp - WARPS, lane);
     } else {
         set_registers<COMPUTE_REGISTERS>(true);
+        wait_for_launch_ahead();
         compute(s, first, second, q, q_token, q_head, output, scale * LOG2_E * SCORE_UNIT, num_tokens, warp, lane);
     }
 }

@@ -657,6 +657,7 @@ many_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 o
            int compressed_width) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& s = *(Shared*)memory;
+    let_next_launch_begin();
     Cache first = {window, window_stride, window_page_size, window_rows, window_indices, window_lengths, window_width};
     Cache second = {compressed, compressed_stride, compressed_page_size, compressed_rows, compressed_indices, compressed_lengths, compressed_width};
     Output output = {out, out_token, out_head, sink, num_heads};
@@ -678,13 +679,16 @@ many_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 o
     bool shared_token = cluster_size() > 1;
     if (group == 3) {
         set_registers<FEW_REGISTERS>(false);
+        wait_for_launch_ahead();
         fetch(s, first, second, num_tokens, thread);
     } else if (group == 0) {
         set_registers<FEW_REGISTERS>(false);
+        wait_for_launch_ahead();
         score(s, first, second, {q, q_token, q_head, num_heads}, sink, scale * LOG2_E, num_tokens, thread);
         if (shared_token) cluster_meet();
     } else {
         set_registers<MANY_REGISTERS>(true);
+        wait_for_launch_ahead();
         sum(s, output, num_tokens, group - 1, thread);
         if (shared_token) {
             cluster_meet();

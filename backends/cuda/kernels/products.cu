@@ -42,9 +42,6 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
 
 // Instructions
 
-__device__ inline void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ inline void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
-
 // Volatile, so that they stay ahead of what is waited for. A row is read to its end, so the memory may be asked for more of it.
 __device__ inline uint4 load_weights(const u8* from) {
     uint4 v;

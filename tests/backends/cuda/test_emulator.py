@@ -78,13 +78,16 @@ def test_attention_agrees_with_float64(
 @pytest.mark.parametrize("shape", products.SMALL.values(), ids=products.SMALL)
 def test_products_agree_with_float64(emulated_gpu: EmulatedGPU, tokens: int, shape: tuple[int, int, int]) -> None:
     emulated_gpu.schedule(tokens)
-    products.agree(products.call(tokens, shape, apart=8), repeats=1)
+    arguments = products.call(tokens, shape, apart=8)
+    emulated_gpu.keep(arguments["weight"], arguments["weight_scale"])
+    products.agree(arguments, repeats=1)
 
 
 @pytest.mark.parametrize("scales", [(3, 20), (60, 200), (200, 230)], ids=str)
 def test_products_of_any_range(emulated_gpu: EmulatedGPU, scales: tuple[int, int]) -> None:
     arguments = products.call(9, products.SMALL["ragged"], dtype=torch.float32, scales=scales)
     arguments["x"].mul_(2.0 ** (90 - sum(scales) // 2))
+    emulated_gpu.keep(arguments["weight"], arguments["weight_scale"])
     products.agree(arguments)
 
 
@@ -201,6 +204,21 @@ def test_a_missing_fence_before_matrix_products_is_found(
     q = torch.randn(3, 64, 512).bfloat16()
     with pytest.raises(EmulationError, match=r"stored without fence\.proxy\.async since"):
         attend(q, 64, torch.zeros(64), 0.05, cache.data, 64, indices, lengths, None, 1, None, None, q.clone())
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_read_ahead_of_the_wait_for_the_launch_ahead_is_found(
+    emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    text = nvrtc.source("few_heads" if heads == 8 else "many_heads")
+    wait = "wait_for_launch_ahead();\n        fetch("
+    assert wait in text
+    monkeypatch.setattr(nvrtc, "source", lambda _: text.replace(wait, "fetch("))
+    cache = attention.cache_of(3, 64, 1)
+    indices, lengths = rows_of(cache, [32, 32, 32], 128)
+    q = torch.randn(3, heads, 512).bfloat16()
+    with pytest.raises(EmulationError, match=r"`ld\.global.*before the launch ahead was waited for"):
+        attend(q, heads, torch.zeros(heads), 0.05, cache.data, 64, indices, lengths, None, 1, None, None, q.clone())
 
 
 # Numbers

@@ -317,6 +317,32 @@ def test_a_graph_follows_its_tensors(tokens: int, heads: int) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 16, 100, 700])
+def test_launches_of_a_graph_wait_for_each_other(tokens: int, heads: int) -> None:
+    """Each reads what the one ahead wrote, and writes what that one read."""
+    parts = [(cache := cache_of(9, 64, 1), *rows_of(cache, tokens, 128, 2))]
+    start, sink = torch.randn(tokens, heads, 512, device="cuda").bfloat16(), torch.zeros(heads, device="cuda")
+    q, out = start.clone(), torch.empty_like(start)
+
+    def chain(between: Callable[[], None]) -> None:
+        for i in range(12):
+            run(*((q, heads, sink, 5.0, parts, out) if i % 2 == 0 else (out, heads, sink, 5.0, parts, q)))
+            between()
+
+    chain(torch.cuda.synchronize)
+    expected = q.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(lambda: None)
+    for _ in range(5):
+        q.copy_(start)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(q, expected)
+
+
+@on_hopper
 def test_the_op_is_declared_right() -> None:
     parts = [(cache := cache_of(3, 64, 1), *rows_of(cache, 5, 128, 2))]
     q = torch.randn(5, 8, 512, device="cuda").bfloat16()
