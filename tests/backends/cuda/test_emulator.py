@@ -39,7 +39,9 @@ def rows_of(cache: PagedCache, lengths: list[int], width: int) -> tuple[Tensor, 
     [
         (8, 1, [70, 0, 1], [40, 3, 0]),
         (7, 8, [128], [200]),
+        (8, 2, [128, 1, 33, 0, 65, 90], [200, 129, 31, 64, 0, 97]),  # tokens that follow each other in a CTA
         (16, 4, [96, 33], None),
+        (16, 9, [100, 128], [200, 30]),
         (64, 1, [70, 0, 1], [40, 3, 0]),  # tiles of 32 keys
         (64, 16, [128, 10, 70], [90, 200, 3]),  # which clusters share
         (64, 2, [128, 0, 64, 65], None),
@@ -72,6 +74,12 @@ def test_attention_agrees_with_float64(
     expected = attention.exact(q[:, :heads], sink, 512**-0.5, parts)
     found = out[:, :heads].double()
     assert (found - expected).norm() < 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("preset", attention.RANGES)
+def test_attention_of_any_range(emulated_gpu: EmulatedGPU, preset: str, heads: int) -> None:
+    attention.agree_in_range(preset, 17 if heads == 16 else 2, heads)  # from 17 tokens on by the build for 16 heads
 
 
 @pytest.mark.parametrize("tokens", [1, 11, 29, 64])
