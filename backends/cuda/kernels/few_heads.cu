@@ -90,6 +90,9 @@ __device__ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* bar
         "l"(from), "r"(bytes), "r"(address(barrier)) : "memory");
 }
 
+// Into L2. It reads nothing that a launch ahead may still write, since that is written to L2 as well.
+__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 __device__ inline void copy_8(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
@@ -187,11 +190,14 @@ struct Span {
 
 // Fetching
 
-// The lines of indices that a token may have, for the time when its lengths are known.
-__device__ inline void prefetch_indices(const Cache& cache, int token, int lane) {
+// A token's lengths, and the lines of indices that it may have: each of two warps those of a cache.
+__device__ inline void prefetch_indices(const Cache& window, const Cache& compressed, int token, int num_tokens, int warp, int lane) {
+    if (warp > 1 || token >= num_tokens) return;
+    Cache cache = one_of(warp == 0, window, compressed);
     const int* indices = cache.indices + (i64)token * cache.width;
+    if (lane == 0 && cache.width) prefetch(cache.lengths + token);
 #pragma unroll 1
-    for (int i = lane * 32; i < cache.width; i += 32 * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(indices + i));
+    for (int i = lane * 32; i < cache.width; i += 32 * 32) prefetch(indices + i);
 }
 
 // Two tiles or one, a key a lane: the lanes 8i to 8i + 7 have those of slice i that the warp fetches.
@@ -217,7 +223,7 @@ struct Walk {
             span = Span(window, compressed, length);
             tile = rank;
             length = length_of(window, compressed, token + step, num_tokens, lane);
-            if (warp == 0 && token + step < num_tokens) prefetch_indices(window, token + step, lane), prefetch_indices(compressed, token + step, lane);
+            prefetch_indices(window, compressed, token + step, num_tokens, warp, lane);
         }
         int slice = (tile + lane / 16 * ranks) * 2 + lane / 8 % 2;
         bool in_window = slice < span.window_slices;
@@ -376,8 +382,7 @@ __device__ inline void take_two_heads(Shared& s, const u16* q, i64 q_head, const
 
 __device__ inline void prefetch_query(const u16* q, i64 q_head, const Output& out, int warp, int lane) {
 #pragma unroll 1
-    for (int head = warp; head < HEADS; head += WARPS)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)query_at(q, q_head, out, head, 2 * lane)));
+    for (int head = warp; head < HEADS; head += WARPS) prefetch(query_at(q, q_head, out, head, 2 * lane));
 }
 
 // Scores of a warp's 16 keys, which are half of a slice, over SCORE_UNIT and the query's unit. Of a thread: keys g and
@@ -688,7 +693,6 @@ __device__ inline void compute(Shared& s, const Cache& window, const Cache& comp
     int g = lane >> 2, t = lane & 3, step = gridDim.y;
     int stage = 0;
     u32 phase = 0, turn = 0;
-    if (HEADS > 8) prefetch_query(q + blockIdx.y * q_token, q_head, out, warp, lane);
     int length = length_of(window, compressed, blockIdx.y, num_tokens, lane);
     for (int token = blockIdx.y; token < num_tokens; token += step) {
 #pragma unroll 1
@@ -830,10 +834,12 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
     if (threadIdx.x == 0) barrier_expect(&s.given, given_bytes(cluster_rank(), cluster_size()));
     if (warp >= WARPS) {
         set_registers<FETCH_REGISTERS>(false);
+        prefetch_indices(first, second, blockIdx.y, num_tokens, warp - WARPS, lane);
         wait_for_launch_ahead();
         fetch(s, first, second, num_tokens, warp - WARPS, lane);
     } else {
         set_registers<COMPUTE_REGISTERS>(true);
+        prefetch_query(q + blockIdx.y * q_token, q_head, output, warp, lane);
         wait_for_launch_ahead();
         compute(s, first, second, q, q_token, q_head, output, scale * LOG2_E * SCORE_UNIT, num_tokens, warp, lane);
     }
