@@ -90,9 +90,6 @@ __device__ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* bar
         "l"(from), "r"(bytes), "r"(address(barrier)) : "memory");
 }
 
-// Into L2. It reads nothing that a launch ahead may still write, since that is written to L2 as well.
-__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
 __device__ inline void copy_8(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
@@ -189,16 +186,6 @@ struct Span {
 };
 
 // Fetching
-
-// A token's lengths, and the lines of indices that it may have: each of two warps those of a cache.
-__device__ inline void prefetch_indices(const Cache& window, const Cache& compressed, int token, int num_tokens, int warp, int lane) {
-    if (warp > 1 || token >= num_tokens) return;
-    Cache cache = one_of(warp == 0, window, compressed);
-    const int* indices = cache.indices + (i64)token * cache.width;
-    if (lane == 0 && cache.width) prefetch(cache.lengths + token);
-#pragma unroll 1
-    for (int i = lane * 32; i < cache.width; i += 32 * 32) prefetch(indices + i);
-}
 
 // Two tiles or one, a key a lane: the lanes 8i to 8i + 7 have those of slice i that the warp fetches.
 struct Block {

@@ -679,6 +679,7 @@ many_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 o
     bool shared_token = cluster_size() > 1;
     if (group == 3) {
         set_registers<FEW_REGISTERS>(false);
+        prefetch_indices(first, second, blockIdx.y, num_tokens, thread / 32, thread % 32);
         wait_for_launch_ahead();
         fetch(s, first, second, num_tokens, thread);
     } else if (group == 0) {
