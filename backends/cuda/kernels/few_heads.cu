@@ -187,6 +187,7 @@ struct Span {
 
 // Fetching
 
+#define MANY 0x7fffffff  // rows
 // Two tiles or one, a key a lane: the lanes 8i to 8i + 7 have those of slice i that the warp fetches.
 struct Block {
     int slices;   // 0 for none
@@ -195,12 +196,14 @@ struct Block {
     int index;    // the lane's slot, as it is in memory; -1 for none
 };
 
-// Goes through the blocks of a CTA's tokens. Indices are read a block before they are looked at.
+// Goes through the blocks of a CTA's tokens. Indices are read a block before they are looked at. The first token is thought
+// to have as many rows as there can be until its lengths are there, so that its indices come in the same time.
 struct Walk {
     const Cache &window, &compressed;
     int num_tokens, warp, lane;
     int rank = cluster_rank(), ranks = cluster_size(), step = gridDim.y, token = (int)blockIdx.y - step, tile = 0;
-    int length = length_of(window, compressed, blockIdx.y, num_tokens, lane);
+    int first_length = length_of(window, compressed, blockIdx.y, num_tokens, lane), length = MANY;
+    bool thought = true;
     Span span = {window, compressed, 0};
 
     __device__ Block take() {
@@ -220,6 +223,16 @@ struct Walk {
             block.index = (in_window ? window.indices : compressed.indices)[(i64)token * (in_window ? window.width : compressed.width) + key];
         tile += 2 * ranks;
         return block;
+    }
+
+    // Whether the first block was another, and must be taken again.
+    __device__ bool mistaken() {
+        if (!thought) return false;
+        thought = false;
+        int found = __shfl_sync(0xffffffffu, first_length, lane);  // not before this, as a mere comparison would be made
+        if (!__any_sync(0xffffffffu, found < (lane % 2 ? compressed.width : window.width))) return false;
+        token = (int)blockIdx.y - step, tile = span.tiles, length = first_length;
+        return true;
     }
 };
 
@@ -293,7 +306,8 @@ __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compre
     Block next = {};
     do {
         Block block = next;
-        next = walk.take();
+        do next = walk.take();
+        while (walk.mistaken());
         Source from(one_of(block.in_window, window, compressed), block.index);
         u32 live = __ballot_sync(0xffffffffu, from.live);
         for (int i = 0; i < max(block.slices, 1); i++) {
