@@ -142,7 +142,7 @@ def attend(
         groups = -(-num_heads // build.heads)
         ranks = kernel.ranks(tokens * groups, -(-keys // build.keys))
         clusters = tokens if ranks > 1 else min(tokens, max(1, kernel.resident // groups))
-        kernel.launch(q.device, (clusters, groups, 1), *arguments, ranks=ranks)
+        kernel.launch(q.device, (1, clusters, groups), *arguments, ranks=ranks, early=True)
 
 
 def _check(q: Tensor, num_heads: int, sink: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:

@@ -28,7 +28,25 @@ __device__ inline Cache one_of(bool first, const Cache& a, const Cache& b) {
             first ? a.indices : b.indices, first ? a.lengths : b.lengths, first ? a.width : b.width};
 }
 
+// Into L2. It reads nothing that a launch ahead may still write, since that is written to L2 as well.
+__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// A token's lengths, and the lines of indices that it may have: each of two warps those of a cache.
+__device__ inline void prefetch_indices(const Cache& window, const Cache& compressed, int token, int num_tokens, int warp, int lane) {
+    if (warp > 1 || token >= num_tokens) return;
+    Cache cache = one_of(warp == 0, window, compressed);
+    const int* indices = cache.indices + (i64)token * cache.width;
+    if (lane == 0 && cache.width) prefetch(cache.lengths + token);
+#pragma unroll 1
+    for (int i = lane * 32; i < cache.width; i += 32 * 32) prefetch(indices + i);
+}
+
 __device__ inline u32 address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// A launch that begins early must wait before it touches what a launch ahead of it writes or reads. The next one may begin
+// when all CTAs have let it.
+__device__ inline void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ inline void barrier_init(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count));

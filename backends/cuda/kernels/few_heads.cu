@@ -66,11 +66,12 @@ struct Shared {
     float unit[HEADS], sink[HEADS];                                // of the query
     float top[WARPS][HEADS], total[WARPS][HEADS];
     u64 full[STAGES], empty[STAGES], given;
-    u32 live[STAGES];            // a bit for each key of a slice that is one
-    u32 largest[STAGES][WARPS];  // scale bytes of two groups, and WIDE
+    __align__(4) u8 live[STAGES][WARPS];  // a bit for each key of a slice that is one
+    u32 largest[STAGES][WARPS];  // scale bytes of two groups, 16 bits each, and WIDE
 };
 static_assert(KEYS == 2 * SLICE && SLICE == 32, "a warp scores 16 keys, a lane fetches one");
 static_assert(DIMS == 512 && SCALE_BYTES == 8 && ROW_BYTES == CODED + 2 * (DIMS - CODED), "another record");
+static_assert(PITCH - ROW_BYTES >= SCALE_BYTES, "scales come behind their row");
 static_assert(PITCH / 4 % 32 % 8 == 4, "eight rows start in eight different groups of four banks");
 static_assert(sizeof(Parts) <= STAGES * sizeof(Slice), "one takes the place of the other");
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
@@ -88,6 +89,14 @@ __device__ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* bar
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
         "l"(from), "r"(bytes), "r"(address(barrier)) : "memory");
 }
+
+__device__ inline void copy_8(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Those that this thread began since the last end belong together; the last that were ended are not waited for.
+__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void copies_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 
 __device__ inline void load_matrices(u32 (&r)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -140,7 +149,9 @@ __device__ inline u32 half_product(u32 a, u32 b) {
 // 2^(byte - 127); byte 0 is a subnormal of fp32.
 __device__ inline float scale_of(u32 byte) { return __int_as_float(max((int)(byte << 23), 0x00400000)); }
 
+// Of the warps of a kind.
 __device__ inline void meet() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+__device__ inline void meet_fetching() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 
 // Whether something is so for any of those that meet.
 __device__ inline bool meet_any(bool mine) {
@@ -154,121 +165,168 @@ __device__ inline void warp_arrive(u64* barrier, int lane) {
     if (lane == 0) barrier_arrive(barrier);
 }
 
-// The slices of one token that this CTA has: whole tiles, of which the last may lack its second slice's keys.
+// How many rows a token has in the window and in the compressed cache: for the even and for the odd lanes, who have read
+// it a token before it is looked at.
+__device__ inline int length_of(const Cache& window, const Cache& compressed, int token, int num_tokens, int lane) {
+    const int* lengths = lane % 2 ? compressed.lengths : window.lengths;
+    return lengths && token < num_tokens ? lengths[token] : 0;
+}
 
+// The keys of one token: slices of the window, then those of the compressed cache, two a tile. The CTAs of a cluster take
+// turns at tiles.
 struct Span {
-    int window_keys, compressed_keys;
-    int window_slices, slices;
-    int first, last;
+    int window_keys, compressed_keys, window_slices, tiles;
 
-    __device__ Span(const Cache& window, const Cache& compressed, int token, u32 rank, u32 ranks) {
-        window_keys = min(window.lengths[token], window.width);
-        compressed_keys = compressed.width ? min(compressed.lengths[token], compressed.width) : 0;
+    __device__ Span(const Cache& window, const Cache& compressed, int length) {
+        window_keys = min(__shfl_sync(0xffffffffu, length, 0), window.width);
+        compressed_keys = min(__shfl_sync(0xffffffffu, length, 1), compressed.width);
         window_slices = (window_keys + SLICE - 1) / SLICE;
-        slices = window_slices + (compressed_keys + SLICE - 1) / SLICE;
-        int tiles = (slices + 1) / 2;
-        first = tiles * rank / ranks * 2;
-        last = tiles * (rank + 1) / ranks * 2;
+        tiles = (window_slices + (compressed_keys + SLICE - 1) / SLICE + 1) / 2;
     }
 };
 
 // Fetching
 
-// The slot of a slice's key, -1 for none.
-__device__ inline int slot_of(const Cache& window, const Cache& compressed, const Span& span, int token, int slice, int lane) {
-    bool in_window = slice < span.window_slices;
-    Cache cache = one_of(in_window, window, compressed);
-    int key = (in_window ? slice : slice - span.window_slices) * SLICE + lane;
-    if (slice >= min(span.last, span.slices) || key >= (in_window ? span.window_keys : span.compressed_keys)) return -1;
-    int slot = cache.indices[(i64)token * cache.width + key];
-    return (u32)slot < cache.rows ? slot : -1;
-}
-
-// A slice whose rows are on their way, as a lane that has one of its keys sees it.
-struct Begun {
-    int stage;  // -1: none
-    bool live, first;
-    u32 scales;  // of the warp's two groups
+#define MANY 0x7fffffff  // rows
+// Two tiles or one, a key a lane: the lanes 8i to 8i + 7 have those of slice i that the warp fetches.
+struct Block {
+    int slices;   // 0 for none
+    bool first;   // of a token
+    bool in_window;
+    int index;    // the lane's slot, as it is in memory; -1 for none
 };
 
-// Begins the copies of the warp's eight rows, or clears them where there are none: no byte may be a NaN.
-__device__ inline Begun begin(Shared& s, const Cache& cache, int stage, int slot, bool first, int warp, int lane) {
-    Begun begun = {stage, slot >= 0, first, 0};
-    u8* row = s.slices[stage].rows + lane * PITCH;
-    bool mine = lane / 8 == warp;
-    if (begun.live) {
-        u32 page = (u32)slot / cache.page_size, place = (u32)slot - page * cache.page_size;
-        const u8* from = cache.data + page * cache.page_stride;
-        if (mine) copy_bulk(row, from + place * ROW_BYTES, ROW_BYTES, &s.full[stage]);
-        begun.scales = *(const u16*)(from + cache.page_size * ROW_BYTES + place * SCALE_BYTES + 2 * warp);
-    } else if (mine) {
-        for (int i = 0; i < ROW_BYTES; i += 16) *(uint4*)(row + i) = make_uint4(0, 0, 0, 0);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before a later bulk copy to the same place
+// Goes through the blocks of a CTA's tokens. Indices are read a block before they are looked at. The first token is thought
+// to have as many rows as there can be until its lengths are there, so that its indices come in the same time.
+struct Walk {
+    const Cache &window, &compressed;
+    int num_tokens, warp, lane;
+    int rank = cluster_rank(), ranks = cluster_size(), step = gridDim.y, token = (int)blockIdx.y - step, tile = 0;
+    int first_length = length_of(window, compressed, blockIdx.y, num_tokens, lane), length = MANY;
+    bool thought = true;
+    Span span = {window, compressed, 0};
+
+    __device__ Block take() {
+        while (tile >= span.tiles) {
+            token += step;
+            if (token >= num_tokens) return {0, false, false, -1};
+            span = Span(window, compressed, length);
+            tile = rank;
+            length = length_of(window, compressed, token + step, num_tokens, lane);
+            prefetch_indices(window, compressed, token + step, num_tokens, warp, lane);
+        }
+        int slice = (tile + lane / 16 * ranks) * 2 + lane / 8 % 2;
+        bool in_window = slice < span.window_slices;
+        Block block = {tile + ranks < span.tiles ? 4 : 2, tile == rank, in_window, -1};
+        int key = (slice - (in_window ? 0 : span.window_slices)) * SLICE + warp * 8 + lane % 8;
+        if (key < (in_window ? span.window_keys : span.compressed_keys))
+            block.index = (in_window ? window.indices : compressed.indices)[(i64)token * (in_window ? window.width : compressed.width) + key];
+        tile += 2 * ranks;
+        return block;
     }
-    return begun;
+
+    // Whether the first block was another, and must be taken again.
+    __device__ bool mistaken() {
+        if (!thought) return false;
+        thought = false;
+        int found = __shfl_sync(0xffffffffu, first_length, lane);  // not before this, as a mere comparison would be made
+        if (!__any_sync(0xffffffffu, found < (lane % 2 ? compressed.width : window.width))) return false;
+        token = (int)blockIdx.y - step, tile = span.tiles, length = first_length;
+        return true;
+    }
+};
+
+// Where a lane's key lies.
+struct Source {
+    bool live;
+    const u8 *row, *scales;
+
+    __device__ Source(const Cache& cache, int index) {
+        live = (u32)index < cache.rows;
+        u32 slot = live ? index : 0, page = slot / cache.page_size, place = slot - page * cache.page_size;
+        const u8* data = cache.data + page * cache.page_stride;
+        row = data + place * ROW_BYTES;
+        scales = data + cache.page_size * ROW_BYTES + place * SCALE_BYTES;
+    }
+};
+
+// Begins the copies of the warp's eight rows of slice `i` of a block, and of their scales behind them, or clears them
+// where there are none: no byte may be a NaN. `live` has a bit for each lane.
+__device__ inline void begin(Shared& s, const Source& from, u32 live, int i, int stage, int warp, int lane) {
+    u8* row = s.slices[stage].rows + (warp * 8 + lane % 8) * PITCH;
+    if (lane / 8 == i) {
+        if (from.live) {
+            copy_bulk(row, from.row, ROW_BYTES, &s.full[stage]);
+            copy_8(address(row + ROW_BYTES), from.scales);
+        } else {
+            for (int j = 0; j < ROW_BYTES; j += 16) *(uint4*)(row + j) = make_uint4(0, 0, 0, 0);
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before a later bulk copy to the same place
+        }
+    }
+    if (lane == 0) s.live[stage][warp] = live >> (8 * i);
 }
 
-// Says what the scales of two groups mean, and that the warp's part of the slice is there when its copies are.
-__device__ inline void publish(Shared& s, const Begun& begun, int (&largest)[2], int warp, int lane) {
-    Slice& slice = s.slices[begun.stage];
-    int scales[2];
-    bool wide = false;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        bool counts = begun.live && 2 * warp + i < CODED / 64;  // the last group has no scale
-        int scale = scales[i] = counts ? begun.scales >> (8 * i) & 255 : 0;
-        int found = __reduce_max_sync(0xffffffffu, scale), least = __reduce_min_sync(0xffffffffu, counts ? scale : 255);
-        largest[i] = begun.first ? found : max(found, largest[i]);
-        wide |= least < largest[i] - NARROW;
+// Whether the lower or the upper half of `a` is less than that of `b`, both less than 2^15.
+__device__ inline bool any_less(u32 a, u32 b) { return (a - b) & 0x80008000u; }
+
+// Says what the scales of two groups mean, one in each half of a word, and that the warp's part of the slice is there when
+// its copies are. `largest` are those of the token so far.
+__device__ inline void publish(Shared& s, int stage, bool first, u32& largest, int warp, int lane) {
+    Slice& slice = s.slices[stage];
+    // Volatile, for both to be read at once.
+    u32 all_live = *(const volatile u32*)s.live[stage], bytes = *(const volatile u16*)(slice.rows + lane * PITCH + ROW_BYTES + 2 * warp);
+    bool live = all_live >> lane & 1;
+    u32 scales = live ? __byte_perm(bytes, 0, warp == WARPS - 1 ? 0x4440 : 0x4140) : 0;  // the last group has none
+    if (first) largest = 0;
+    if (__any_sync(0xffffffffu, any_less(largest, scales)))
+        largest = max(largest & 255, __reduce_max_sync(0xffffffffu, scales & 255)) | max(largest >> 16, __reduce_max_sync(0xffffffffu, scales >> 16)) << 16;
+    if (!live) scales = largest;
+    bool wide = __any_sync(0xffffffffu, any_less(scales + NARROW * 0x10001, largest));
+    *(float2*)&slice.scales[lane][2 * warp] = make_float2(__int_as_float(scales << 23) * PER_SCORE_UNIT, __int_as_float(scales >> 16 << 23) * PER_SCORE_UNIT);
+    u32 factors = (scales + 15 * 0x10001 - largest) << 10;
+    if (wide) {
+        int low = (scales & 255) - (largest & 255), high = (scales >> 16) - (largest >> 16);
+        factors = max(low + 127, 0) << 7 | max(high + 127, 0) << 23;
     }
-    *(float2*)&slice.scales[lane][2 * warp] = make_float2(__int_as_float(scales[0] << 23) * PER_SCORE_UNIT, __int_as_float(scales[1] << 23) * PER_SCORE_UNIT);
-    int word = lane % 8 / 2 * 4 + lane / 8;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int power = scales[i] - largest[i];
-        ((u16*)&slice.factors[2 * warp + i][word])[lane & 1] = wide ? max(power + 127, 0) << 7 : max(power + 15, 0) << 10;
-    }
-    u32 live = __ballot_sync(0xffffffffu, begun.live);
+    u16* to = (u16*)&slice.factors[2 * warp][lane % 8 / 2 * 4 + lane / 8] + (lane & 1);
+    to[0] = factors, to[SLICE] = factors >> 16;
     __syncwarp();
     if (lane == 0) {
-        s.largest[begun.stage][warp] = largest[0] | largest[1] << 8 | (wide ? WIDE : 0);
-        if (warp == 0) s.live[begun.stage] = live;
-        barrier_expect(&s.full[begun.stage], __popc(live >> (8 * warp) & 255) * ROW_BYTES);
+        s.largest[stage][warp] = largest | (wide ? WIDE : 0);
+        barrier_expect(&s.full[stage], __popc(all_live >> (8 * warp) & 255) * ROW_BYTES);
     }
-}
-
-// The lines of indices that a token may have, for the time when its lengths are known.
-__device__ inline void prefetch_indices(const Cache& cache, int token, int lane) {
-    const int* indices = cache.indices + (i64)token * cache.width;
-#pragma unroll 1
-    for (int i = lane * 32; i < cache.width; i += 32 * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(indices + i));
 }
 
 __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compressed, int num_tokens, int warp, int lane) {
-    u32 ranks = cluster_size(), rank = cluster_rank();
-    int stage = 0;
-    u32 phase = 1;  // a fresh barrier lets the first round pass
-    int largest[2] = {0, 0};
-    Begun before = {-1, false, false, 0};
-    int step = gridDim.x / ranks;
-    for (int token = blockIdx.x / ranks; token < num_tokens; token += step) {
-        Span span(window, compressed, token, rank, ranks);
-        if (warp == 0 && token + step < num_tokens) prefetch_indices(window, token + step, lane), prefetch_indices(compressed, token + step, lane);
-        // Two slices ahead, so that no index is waited for; scales are looked at a slice later.
-        int next = slot_of(window, compressed, span, token, span.first, lane);
-        int after = slot_of(window, compressed, span, token, span.first + 1, lane);
-        for (int slice = span.first; slice < span.last; slice++) {
-            int slot = next;
-            next = after;
-            after = slot_of(window, compressed, span, token, slice + 2, lane);
-            barrier_wait(&s.empty[stage], phase);
-            Begun begun = begin(s, one_of(slice < span.window_slices, window, compressed), stage, slot, slice == span.first, warp, lane);
-            if (before.stage >= 0) publish(s, before, largest, warp, lane);
-            before = begun;
-            if (++stage == STAGES) stage = 0, phase ^= 1;
+    Walk walk = {window, compressed, num_tokens, warp, lane};
+    int stage = 0, before = -1;  // the slice that was begun last, whose scales have time to come
+    u32 phase = 1;               // a fresh barrier lets the first round pass
+    u32 largest = 0;
+    bool first = false;
+    Block next = {};
+    do {
+        Block block = next;
+        do next = walk.take();
+        while (walk.mistaken());
+        Source from(one_of(block.in_window, window, compressed), block.index);
+        u32 live = __ballot_sync(0xffffffffu, from.live);
+        for (int i = 0; i < max(block.slices, 1); i++) {
+            int begun = -1;
+            if (block.slices) {
+                barrier_wait(&s.empty[stage], phase);
+                begin(s, from, live, i, stage, warp, lane);
+                begun = stage;
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            }
+            copies_end();
+            if (before >= 0) {
+                copies_wait_but_last();
+                meet_fetching();
+                publish(s, before, first, largest, warp, lane);
+            }
+            before = begun, first = block.first && i == 0;
         }
-    }
-    if (before.stage >= 0) publish(s, before, largest, warp, lane);
+    } while (next.slices || before >= 0);
 }
 
 // The query, as the scores' matrix instructions take it: for 32 dims the four registers of two of them, whose first takes
@@ -325,8 +383,7 @@ __device__ inline void take_two_heads(Shared& s, const u16* q, i64 q_head, const
 
 __device__ inline void prefetch_query(const u16* q, i64 q_head, const Output& out, int warp, int lane) {
 #pragma unroll 1
-    for (int head = warp; head < HEADS; head += WARPS)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)query_at(q, q_head, out, head, 2 * lane)));
+    for (int head = warp; head < HEADS; head += WARPS) prefetch(query_at(q, q_head, out, head, 2 * lane));
 }
 
 // Scores of a warp's 16 keys, which are half of a slice, over SCORE_UNIT and the query's unit. Of a thread: keys g and
@@ -509,10 +566,10 @@ struct Mix {
         const Slice& slice = s.slices[stage];
         bool rotated = warp == WARPS - 1;
         u32 now = s.largest[stage][warp];
-        if ((now & 0xffff) != largest) {
+        if ((now & ~WIDE) != largest) {
             multiply_sums(left, power_of_2((float)(int)(largest & 255) - (float)(int)(now & 255)));
-            multiply_sums(right, power_of_2((float)(int)(largest >> 8) - (float)(int)(now >> 8 & 255)));
-            largest = now & 0xffff;
+            multiply_sums(right, power_of_2((float)(int)(largest >> 16) - (float)(int)(now >> 16 & 255)));
+            largest = now & ~WIDE;
         }
         Weights w;
         if (now & WIDE) {
@@ -532,7 +589,7 @@ struct Mix {
 
     __device__ void give_scales_back(int warp) {
         multiply_sums(left, scale_of(largest & 255));
-        if (warp < WARPS - 1) multiply_sums(right, scale_of(largest >> 8));
+        if (warp < WARPS - 1) multiply_sums(right, scale_of(largest >> 16));
     }
 };
 
@@ -633,28 +690,29 @@ __device__ inline void add_parts(const Shared& s, const Output& out, int token, 
 
 __device__ inline void compute(Shared& s, const Cache& window, const Cache& compressed, const u16* q, i64 q_token, i64 q_head,
                                const Output& out, float scale, int num_tokens, int warp, int lane) {
-    u32 ranks = cluster_size(), rank = cluster_rank();
-    int g = lane >> 2, t = lane & 3, step = gridDim.x / ranks;
+    int ranks = cluster_size(), rank = cluster_rank();
+    int g = lane >> 2, t = lane & 3, step = gridDim.y;
     int stage = 0;
     u32 phase = 0, turn = 0;
-    if (HEADS > 8) prefetch_query(q + blockIdx.x / ranks * q_token, q_head, out, warp, lane);
-    for (int token = blockIdx.x / ranks; token < num_tokens; token += step) {
-        Span span(window, compressed, token, rank, ranks);
+    int length = length_of(window, compressed, blockIdx.y, num_tokens, lane);
+    for (int token = blockIdx.y; token < num_tokens; token += step) {
 #pragma unroll 1
         for (int head = warp; head < HEADS; head += 2 * WARPS) take_two_heads(s, q + token * q_token, q_head, out, head, lane);
         meet();
         if (token + step < num_tokens) prefetch_query(q + (token + step) * q_token, q_head, out, warp, lane);
+        Span span(window, compressed, length);
+        length = length_of(window, compressed, token + step, num_tokens, lane);
         Softmax softmax;
         softmax.begin(s, scale, lane);
         Mix mix;
-        for (int tile = span.first; tile < span.last; tile += 2) {
+        for (int tile = rank; tile < span.tiles; tile += ranks) {
             int second = stage + 1 == STAGES ? 0 : stage + 1;
             u32 second_phase = second ? phase : phase ^ 1;
             int mine = warp < 2 ? stage : second;
             barrier_wait(&s.full[mine], warp < 2 ? phase : second_phase);
             Scores x;
             score(x, s, s.slices[mine], warp % 2 * 16, lane);
-            u32 live = s.live[mine] >> (warp % 2 * 16 + g);
+            u32 live = *(const u32*)s.live[mine] >> (warp % 2 * 16 + g);
             bool above = false;
 #pragma unroll
             for (int n = 0; n < N_TILES; n++)
@@ -757,9 +815,10 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
           int compressed_width) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& s = *(Shared*)memory;
+    let_next_launch_begin();
     Cache first = {window, window_stride, window_page_size, window_rows, window_indices, window_lengths, window_width};
     Cache second = {compressed, compressed_stride, compressed_page_size, compressed_rows, compressed_indices, compressed_lengths, compressed_width};
-    int head = blockIdx.y * HEADS;  // the first of this CTA's
+    int head = blockIdx.z * HEADS;  // the first of this CTA's
     Output output = {out + head * out_head, out_token, out_head, sink + head, min(num_heads - head, HEADS)};
     q += head * q_head;
     // The same in all lanes, which the compiler must know, or it guards matrix instructions by branches.
@@ -776,9 +835,13 @@ few_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 ou
     if (threadIdx.x == 0) barrier_expect(&s.given, given_bytes(cluster_rank(), cluster_size()));
     if (warp >= WARPS) {
         set_registers<FETCH_REGISTERS>(false);
+        prefetch_indices(first, second, blockIdx.y, num_tokens, warp - WARPS, lane);
+        wait_for_launch_ahead();
         fetch(s, first, second, num_tokens, warp - WARPS, lane);
     } else {
         set_registers<COMPUTE_REGISTERS>(true);
+        prefetch_query(q + blockIdx.y * q_token, q_head, output, warp, lane);
+        wait_for_launch_ahead();
         compute(s, first, second, q, q_token, q_head, output, scale * LOG2_E * SCORE_UNIT, num_tokens, warp, lane);
     }
 }

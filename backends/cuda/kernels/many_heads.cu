@@ -213,7 +213,7 @@ struct Walk {
 
     __device__ Walk(const Cache& window, const Cache& compressed, int num_tokens)
         : window(window), compressed(compressed), num_tokens(num_tokens) {
-        token = blockIdx.x / cluster_size(), step = gridDim.x / cluster_size();
+        token = blockIdx.y, step = gridDim.y;
         Lengths lengths = lengths_of(window, compressed, token, num_tokens);
         next = lengths_of(window, compressed, token + step, num_tokens);
         span = span_of(window, compressed, lengths);
@@ -371,7 +371,7 @@ __device__ inline void score(Shared& s, const Cache& window, const Cache& compre
     u32 ranks = cluster_size();
     int lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
     int head = warp * 16 + g;  // and 8 more
-    int token = blockIdx.x / ranks, step = gridDim.x / ranks;
+    int token = blockIdx.y, step = gridDim.y;
     int stage = 0, turn = 0;
     u32 phase = 0, turn_phase = 1;
     copy_query(s, q, token, num_tokens, thread);
@@ -531,7 +531,7 @@ __device__ inline void sum(Shared& s, const Output& out, int num_tokens, int hal
     int lane = thread % 32, warp = thread / 32, head = warp * 16 + lane / 4;
     int stage = 0, turn = 0;
     u32 phase = 0, turn_phase = 0;
-    for (int token = blockIdx.x / ranks; token < num_tokens; token += gridDim.x / ranks) {
+    for (int token = blockIdx.y; token < num_tokens; token += gridDim.y) {
         Sums sums = {};
         while (true) {
             barrier_wait(&s.told[turn], turn_phase);
@@ -581,7 +581,7 @@ __device__ inline uint4 load_remote_16(u32 from) {
 __device__ inline void combine(Shared& s, const Output& out, int warp, int lane) {
     const int AT_ONCE = 2, RANKS_AT_ONCE = 4, ALL = HEADS * 2;
     u32 ranks = cluster_size(), step = ranks * 8;
-    int token = blockIdx.x / ranks;
+    int token = blockIdx.y;
 #pragma unroll 1
     for (u32 first = cluster_rank() + ranks * warp; first < ALL; first += AT_ONCE * step) {
         float top[AT_ONCE], total[AT_ONCE], unit[AT_ONCE], factor[AT_ONCE];  // of the CTA `lane`
@@ -650,6 +650,7 @@ many_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 o
            int compressed_width) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& s = *(Shared*)memory;
+    let_next_launch_begin();
     Cache first = {window, window_stride, window_page_size, window_rows, window_indices, window_lengths, window_width};
     Cache second = {compressed, compressed_stride, compressed_page_size, compressed_rows, compressed_indices, compressed_lengths, compressed_width};
     Output output = {out, out_token, out_head, sink, num_heads};
@@ -671,13 +672,17 @@ many_heads(const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 o
     bool shared_token = cluster_size() > 1;
     if (group == 3) {
         set_registers<FEW_REGISTERS>(false);
+        prefetch_indices(first, second, blockIdx.y, num_tokens, thread / 32, thread % 32);
+        wait_for_launch_ahead();
         fetch(s, first, second, num_tokens, thread);
     } else if (group == 0) {
         set_registers<FEW_REGISTERS>(false);
+        wait_for_launch_ahead();
         score(s, first, second, {q, q_token, q_head, num_heads}, sink, scale * LOG2_E, num_tokens, thread);
         if (shared_token) cluster_meet();
     } else {
         set_registers<MANY_REGISTERS>(true);
+        wait_for_launch_ahead();
         sum(s, output, num_tokens, group - 1, thread);
         if (shared_token) {
             cluster_meet();

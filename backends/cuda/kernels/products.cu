@@ -37,8 +37,6 @@ static_assert(MOST_STEPS % 2 == 0, "what follows their barriers is read 16 bytes
 
 // Instructions
 
-__device__ inline void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ inline void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // 2 or 4 bytes.
 template <int BYTES>

@@ -39,7 +39,9 @@ def rows_of(cache: PagedCache, lengths: list[int], width: int) -> tuple[Tensor, 
     [
         (8, 1, [70, 0, 1], [40, 3, 0]),
         (7, 8, [128], [200]),
+        (8, 2, [128, 1, 33, 0, 65, 90], [200, 129, 31, 64, 0, 97]),  # tokens that follow each other in a CTA
         (16, 4, [96, 33], None),
+        (16, 9, [100, 128], [200, 30]),
         (64, 1, [70, 0, 1], [40, 3, 0]),  # tiles of 32 keys
         (64, 16, [128, 10, 70], [90, 200, 3]),  # which clusters share
         (64, 2, [128, 0, 64, 65], None),
@@ -74,17 +76,26 @@ def test_attention_agrees_with_float64(
     assert (found - expected).norm() < 4e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("preset", attention.RANGES)
+def test_attention_of_any_range(emulated_gpu: EmulatedGPU, preset: str, heads: int) -> None:
+    attention.agree_in_range(preset, 17 if heads == 16 else 2, heads)  # from 17 tokens on by the build for 16 heads
+
+
 @pytest.mark.parametrize("tokens", [1, 11, 29, 64])
 @pytest.mark.parametrize("shape", products.SMALL.values(), ids=products.SMALL)
 def test_products_agree_with_float64(emulated_gpu: EmulatedGPU, tokens: int, shape: tuple[int, int, int]) -> None:
     emulated_gpu.schedule(tokens)
-    products.agree(products.call(tokens, shape, apart=8), repeats=1)
+    arguments = products.call(tokens, shape, apart=8)
+    emulated_gpu.keep(arguments["weight"], arguments["weight_scale"])
+    products.agree(arguments, repeats=1)
 
 
 @pytest.mark.parametrize("scales", [(3, 20), (60, 200), (130, 140), (180, 210)], ids=str)
 def test_products_of_any_range(emulated_gpu: EmulatedGPU, scales: tuple[int, int]) -> None:
     arguments = products.call(9, products.SMALL["ragged"], dtype=torch.float32, scales=scales)
     arguments["x"].mul_(2.0 ** max(90 - sum(scales) // 2, -45))
+    emulated_gpu.keep(arguments["weight"], arguments["weight_scale"])
     products.agree(arguments)
 
 
@@ -201,6 +212,21 @@ def test_a_missing_fence_before_matrix_products_is_found(
     q = torch.randn(3, 64, 512).bfloat16()
     with pytest.raises(EmulationError, match=r"stored without fence\.proxy\.async since"):
         attend(q, 64, torch.zeros(64), 0.05, cache.data, 64, indices, lengths, None, 1, None, None, q.clone())
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_read_ahead_of_the_wait_for_the_launch_ahead_is_found(
+    emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    text = nvrtc.source("few_heads" if heads == 8 else "many_heads")
+    wait = "wait_for_launch_ahead();\n        fetch("
+    assert wait in text
+    monkeypatch.setattr(nvrtc, "source", lambda _: text.replace(wait, "fetch("))
+    cache = attention.cache_of(3, 64, 1)
+    indices, lengths = rows_of(cache, [32, 32, 32], 128)
+    q = torch.randn(3, heads, 512).bfloat16()
+    with pytest.raises(EmulationError, match=r"`ld\.global.*before the launch ahead was waited for"):
+        attend(q, heads, torch.zeros(heads), 0.05, cache.data, 64, indices, lengths, None, 1, None, None, q.clone())
 
 
 # Numbers

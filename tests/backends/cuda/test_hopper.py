@@ -226,19 +226,16 @@ def test_it_agrees_with_float64(heads: int, tokens: int, with_compressed: bool) 
         assert torch.equal(again[:, :heads], out[:, :heads])
 
 
-@on_hopper
-@pytest.mark.parametrize("heads", [8, 16, 64])
-@pytest.mark.parametrize("tokens", [2, 300])
-@pytest.mark.parametrize(
-    "preset", ["wide scales", "some wide scales", "smallest scales", "largest scales", "large queries", "outliers"]
-)
-def test_no_range_is_too_wide(preset: str, tokens: int, heads: int) -> None:
+RANGES = ["wide scales", "some wide scales", "smallest scales", "largest scales", "large queries", "outliers"]
+
+
+def agree_in_range(preset: str, tokens: int, heads: int) -> None:
     torch.manual_seed(0)
     cache = cache_of(9, 64, 1)
     footer = cache.data[:-1, 64 * 576 : 64 * 584].view(-1, 64, 8)
-    q = torch.randn(tokens, heads, 512, device="cuda")
+    q = torch.randn(tokens, heads, 512, device=DEVICE)
     if preset == "wide scales":
-        footer.copy_(torch.randint(87, 167, footer.shape, device="cuda", dtype=torch.uint8))
+        footer.copy_(torch.randint(87, 167, footer.shape, device=DEVICE, dtype=torch.uint8))
         q *= 2.0**-48  # for scores that leave more than one key a weight
     elif preset == "some wide scales":
         footer[:, 0] += 40  # one row of 64, so that slices with and without one follow each other
@@ -253,11 +250,18 @@ def test_no_range_is_too_wide(preset: str, tokens: int, heads: int) -> None:
     else:
         q[:, :, ::100] *= 100
     parts = [(cache, *rows_of(cache, tokens, 640, 2, holes=0.0))]
-    sink = torch.full((heads,), -math.inf, device="cuda")
-    out = torch.full((tokens, heads, 512), math.nan, device="cuda").bfloat16()
-    run(q.bfloat16(), heads, sink, 512**-0.5, parts, out)
-    expected = exact(q.bfloat16(), sink, 512**-0.5, parts)
-    assert error(out, expected) < 4e-3
+    q, sink = q.bfloat16(), torch.full((heads,), -math.inf, device=DEVICE)
+    out = torch.full((tokens, heads, 512), math.nan, device=DEVICE).bfloat16()
+    run(q, heads, sink, 512**-0.5, parts, out)
+    assert error(out, exact(q, sink, 512**-0.5, parts)) < 4e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("tokens", [2, 300])
+@pytest.mark.parametrize("preset", RANGES)
+def test_no_range_is_too_wide(preset: str, tokens: int, heads: int) -> None:
+    agree_in_range(preset, tokens, heads)
 
 
 @on_hopper
@@ -314,6 +318,32 @@ def test_a_graph_follows_its_tensors(tokens: int, heads: int) -> None:
         run(q, heads, sink, 0.05, parts, out)
         assert torch.equal(found, out)
         assert error(found, exact(q, sink, 0.05, parts)) < 4e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 16, 100, 700])
+def test_launches_of_a_graph_wait_for_each_other(tokens: int, heads: int) -> None:
+    """Each reads what the one ahead wrote, and writes what that one read."""
+    parts = [(cache := cache_of(9, 64, 1), *rows_of(cache, tokens, 128, 2))]
+    start, sink = torch.randn(tokens, heads, 512, device="cuda").bfloat16(), torch.zeros(heads, device="cuda")
+    q, out = start.clone(), torch.empty_like(start)
+
+    def chain(between: Callable[[], None]) -> None:
+        for i in range(12):
+            run(*((q, heads, sink, 5.0, parts, out) if i % 2 == 0 else (out, heads, sink, 5.0, parts, q)))
+            between()
+
+    chain(torch.cuda.synchronize)
+    expected = q.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(lambda: None)
+    for _ in range(5):
+        q.copy_(start)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(q, expected)
 
 
 @on_hopper

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv41.backends.cuda import launch, nvrtc
 
@@ -28,6 +29,10 @@ class EmulatedGPU:
         EmulatedKernel.multiprocessors = multiprocessors
         _forget()
 
+    def keep(self, *constants: Tensor) -> None:
+        """No launch writes these, so that an early one may read them at once."""
+        EmulatedKernel.constants = constants
+
 
 @pytest.fixture
 def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGPU]:
@@ -38,6 +43,7 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGPU]:
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(EmulatedKernel, "seed", 0)
     monkeypatch.setattr(EmulatedKernel, "multiprocessors", 4)
+    monkeypatch.setattr(EmulatedKernel, "constants", ())
     for module in _launchers():
         monkeypatch.setattr(module, "Kernel", EmulatedKernel)
     _forget()

@@ -30,6 +30,9 @@ class _Launch(ctypes.Structure):
         ("parameters", ctypes.c_void_p),
         ("ranges", ctypes.c_uint64),
         ("bounds", ctypes.c_void_p),
+        ("early", ctypes.c_uint64),
+        ("constants", ctypes.c_uint64),
+        ("constant_bounds", ctypes.c_void_p),
     )
 
 
@@ -39,10 +42,12 @@ class EmulatedKernel:
     The CTAs of a cluster run at a time, their threads in an order that `seed` gives, and clusters one after another.
     Shared memory begins as NaN. Asynchronous copies and matrix products happen at any time until they are waited for.
     A launch raises EmulationError for an access outside of the tensors whose storages the arguments point into, or
-    outside of shared memory, for one that is not aligned, for wrong use of barriers, and for a deadlock.
+    outside of shared memory, for one that is not aligned, for wrong use of barriers, and for a deadlock; an early
+    launch also for an access to others than `constants` before it has waited for the launch ahead.
     """
 
     seed: ClassVar[int] = 0
+    constants: ClassVar[tuple[Tensor, ...]] = ()
     multiprocessors = 4
 
     def __init__(self, name: str, cubin: bytes, device: int | None, threads: int, shared_bytes: int) -> None:
@@ -83,12 +88,14 @@ class EmulatedKernel:
             raise EmulationError(f"a grid of {shape}")
         parameters = (ctypes.c_uint64 * len(arguments))(*map(_bits, arguments))
         ranges = _ranges([argument for argument in arguments if isinstance(argument, int) and argument])
-        bounds = (ctypes.c_uint64 * (2 * len(ranges)))(*(bound for pair in ranges for bound in pair))
+        bounds, constants = _flat(ranges), _ranges([tensor.data_ptr() for tensor in type(self).constants])
+        constant_bounds = _flat(constants)
         sizes = (ctypes.c_uint32 * 3)(*(block or (self._threads, 1, 1)))
         memory = self._shared_before + (shared_bytes or self._shared_bytes)
         launch = _Launch(
             (ctypes.c_uint32 * 3)(*shape), ranks, sizes, memory, type(self).seed,
-            ctypes.addressof(parameters), len(ranges), ctypes.addressof(bounds),
+            ctypes.addressof(parameters), len(ranges), ctypes.addressof(bounds), early, len(constants),
+            ctypes.addressof(constant_bounds),
         )  # fmt: skip
         said = self._library.emulate(ctypes.byref(launch))
         if said is not None:
@@ -114,6 +121,10 @@ def _bits(argument: Any) -> int:
     if isinstance(argument, ctypes.c_float):
         return int(struct.unpack("<I", struct.pack("<f", argument.value))[0])
     return int(argument.value) % (1 << 64)
+
+
+def _flat(ranges: list[tuple[int, int]]) -> ctypes.Array[ctypes.c_uint64]:
+    return (ctypes.c_uint64 * (2 * len(ranges)))(*(bound for pair in ranges for bound in pair))
 
 
 def _ranges(pointers: list[int]) -> list[tuple[int, int]]:

@@ -110,6 +110,9 @@ struct Launch {
     const u64* parameters;
     u64 ranges;
     const u64* bounds;  // begin and end of each, ascending
+    u64 early;          // whether it begins before the launch ahead has ended
+    u64 constants;      // of those in which it may read from its beginning on
+    const u64* constant_bounds;
 };
 
 static struct {
@@ -377,7 +380,15 @@ static u32 offset_of(u32 at) { return (at & ((1u << RANK_SHIFT) - 1)) - RESERVED
 
 u8* cluster_shared_at(const Thread& t, u32 at, u32 bytes, int line) { return cta_at(t, at, bytes, line).shared + offset_of(at); }
 
+static void must_have_waited(const Thread& t, u64 at, int line) {
+    if (!machine.launch->early || t.waited) return;
+    for (u64 i = 0; i < machine.launch->constants; i++)
+        if (machine.launch->constant_bounds[2 * i] <= at && at < machine.launch->constant_bounds[2 * i + 1]) return;
+    fail(t, line, "global address 0x%llx before the launch ahead was waited for", (unsigned long long)at);
+}
+
 u8* global_at(const Thread& t, u64 at, u32 bytes, int line) {
+    must_have_waited(t, at, line);
     if (at < machine.last_begin || at + bytes > machine.last_end) {
         const u64* bounds = machine.launch->bounds;
         u64 low = 0, high = machine.launch->ranges;
@@ -949,7 +960,7 @@ static void make_cluster(const Launch& launch, u32 x, u32 y, u32 z) {
             f->cluster_rank = rank, f->cluster_size = launch.ranks;
             f->shared_first = (rank << RANK_SHIFT) + RESERVED, f->shared_bytes = launch.shared_bytes;
             f->shared = cta->shared, f->written = cta->written.data(), f->clock = &machine.clock;
-            f->parameters = launch.parameters;
+            f->parameters = launch.parameters, f->waited = false;
             f->stack = machine.stacks + machine.fibers.size() * STACK;
             memcpy(f->stack, &STACK_END, 8);
             f->warp->lanes[f->lane] = f;

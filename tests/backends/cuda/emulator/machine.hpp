@@ -33,6 +33,7 @@ struct Thread {
     u64* written;                    // of each 16 bytes of it: when a thread stored there last, and which
     u64* clock;                      // goes on at every fence between threads' stores and asynchronous reads
     const u64* parameters;
+    bool waited;  // for the launch ahead
 };
 
 [[noreturn]] void fail(const Thread& t, int line, const char* format, ...) __attribute__((format(printf, 3, 4)));

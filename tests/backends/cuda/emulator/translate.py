@@ -96,7 +96,8 @@ _SIMPLE = {
     r"fence\.proxy\.async(\.shared::cta)?": "fence_async(t);",
     r"fence(\.acq_rel|\.sc)?\.(cta|cluster|gpu|sys)|fence\.mbarrier_init\.release\.cluster": _NOTHING,
     r"membar\.(cta|gl|sys)": _NOTHING,
-    r"griddepcontrol\.(wait|launch_dependents)|\.pragma|prefetch\.global\.L[12]": _NOTHING,
+    r"griddepcontrol\.wait": "t.waited = true;",
+    r"griddepcontrol\.launch_dependents|\.pragma|prefetch\.global\.L[12]": _NOTHING,
     # Barriers in shared memory
     r"mbarrier\.init(\.shared(::cta)?)\.b64": "barrier_init(t, {0}, {1}, {line});",
     r"mbarrier\.inval(\.shared(::cta)?)\.b64": "barrier_invalidate(t, {0}, {line});",
