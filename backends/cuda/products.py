@@ -164,7 +164,8 @@ def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> No
     groups of `x` lie multiples of 8 elements apart, tokens of `out` multiples of 4, both from an address on of which
     that is true; the rest is contiguous.
 
-    Weights are read before the launch ahead of this one in the stream has ended, so that one must not write them.
+    Weights are read before the launch ahead of this one in the stream has ended, so that one must not write them; nor
+    must those before it, back to one that did not begin early itself (`portable/early.py`).
 
     Raises BackendError for more than 64 tokens, and for tensors that the kernel would misread.
     """

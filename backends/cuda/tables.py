@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.selection import BLOCK, load_slots
 
@@ -35,7 +36,8 @@ def _finish(out, out_width, count, lengths, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["slots_stride", "width", "out_width"])
-def _pack_slots(slots, slots_stride, width, out, out_width, lengths, BLOCK: tl.constexpr):
+def _pack_slots(slots, slots_stride, width, out, out_width, lengths, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_launch_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     out += token * out_width
     count = tl.zeros((), tl.int32)
@@ -83,8 +85,9 @@ def _table(like: Tensor, width: int, multiple: int) -> tuple[Tensor, Tensor]:
 def _pack_selection(
     topk, num_visible, token_request, pages, slots, width, table_width, topk_stride, pages_stride,
     out, out_width, lengths,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launch_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(token_request + token)
     visible = tl.where(request >= 0, tl.load(num_visible + token), 0)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dsv41.backends.portable import formats
 from dsv41.backends.portable.caches import kernel_arguments
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import decode_e4m3, decode_ue8m0, dot, narrow, round_to
@@ -134,9 +135,10 @@ def _score(
     compressed, compressed_pool, compressed_scale, compressed_stride, compressed_pool_stride,
     compressed_slots, num_compressed, compressed_capacity, weights, stats,
     W: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
-    ROTATE_QUERY: tl.constexpr, DTYPE: tl.constexpr,
+    ROTATE_QUERY: tl.constexpr, DTYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs: tokens x blocks of HEADS heads x tiles of KEYS keys, the tiles of a token next to each other."""
+    wait_for_launch_ahead(EARLY)
     window_tiles = tl.cdiv(num_window, KEYS)
     tiles = window_tiles + tl.cdiv(num_compressed, KEYS)
     head_blocks = tl.cdiv(num_heads, HEADS)
@@ -238,10 +240,11 @@ def _mix(
     compressed_slots, num_compressed, compressed_capacity, out, out_scale, out_stride_t, out_stride_h,
     W: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
     SLICES: tl.constexpr, TILES: tl.constexpr, ROPE: tl.constexpr, ROTATE_BACK: tl.constexpr,
-    QUANTIZE: tl.constexpr, DTYPE: tl.constexpr,
+    QUANTIZE: tl.constexpr, DTYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs: tokens x blocks of HEADS heads x runs of SLICES slices of dims, those of a token next to each other.
     TILES is the number of tiles, rounded up to a power of two."""
+    wait_for_launch_ahead(EARLY)
     window_tiles = tl.cdiv(num_window, KEYS)
     tiles = window_tiles + tl.cdiv(num_compressed, KEYS)
     head_blocks = tl.cdiv(num_heads, HEADS)

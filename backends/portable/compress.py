@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv41.backends.portable.caches import kernel_arguments
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.norm import normed
@@ -57,7 +58,9 @@ def _pool(
     ROPE: tl.constexpr,
     F: tl.constexpr,
     KEEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     request, position = tl.load(token_request + token), tl.load(positions + token)
     dim = tl.arange(0, DIM)
@@ -107,7 +110,9 @@ def _keep(
     state_slots,
     seq_lens,
     DIM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     request, position = tl.load(token_request + token), tl.load(positions + token)
     _keep_row(raw, state, state_stride, ring_stride, ring, token, request, position, state_slots, seq_lens, DIM)

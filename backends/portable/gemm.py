@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import INTERPRETED, decode_ue8m0, e4m3_fields, narrow, round_to
 from dsv41.backends.portable.quantize import GROUP
@@ -113,7 +114,9 @@ def _coded_gemm(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     SLICES: tl.constexpr = WIDTH // _GROUP
     group = tl.program_id(1)
     row, token = _place(num_rows, num_tokens, ROWS, TOKENS)
@@ -173,7 +176,9 @@ def _gemm(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     SLICES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     group = tl.program_id(1)
     row, token = _place(num_rows, num_tokens, ROWS, TOKENS)
     row_live, token_live = (row < num_rows)[:, None], (token < num_tokens)[:, None]
@@ -214,8 +219,9 @@ def _gemm(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
-def _add(partial, out, out_stride, num_tokens, num_rows, splits, ADDED: tl.constexpr):
+def _add(partial, out, out_stride, num_tokens, num_rows, splits, ADDED: tl.constexpr, EARLY: tl.constexpr):
     """`out` `[tokens, rows]` of `partial` `[splits, tokens, rows]`."""
+    wait_for_launch_ahead(EARLY)
     token, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ADDED + tl.arange(0, ADDED)
     live = row < num_rows
     acc = tl.zeros((ADDED,), tl.float32)
@@ -240,7 +246,9 @@ def _widen(
     NATIVE: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     group, start = tl.program_id(1), tl.program_id(2) * WIDTH
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     live = token < num_tokens

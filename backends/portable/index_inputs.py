@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import narrow, round_to
@@ -32,7 +33,9 @@ def _index_queries(
     ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
     F: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = head < HEADS

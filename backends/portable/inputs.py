@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv41.backends.portable.caches import kernel_arguments
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.norm import load_normed
@@ -46,7 +47,9 @@ def _norm_inputs(
     GROUPS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     F: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     row = fused + token * fused_stride
     if tl.program_id(1) == 0:
@@ -156,7 +159,9 @@ def _rotate_heads(
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     head = first + tl.arange(0, BLOCK)[:, None]
     at = q + token * q_stride + head.to(tl.int64) * head_stride

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv41.backends.portable.caches import kernel_arguments
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.norm import load_normed
@@ -34,7 +35,9 @@ def _insert_rows(
     RATIO: tl.constexpr,
     ROPE: tl.constexpr,
     F: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from dsv41.backends.portable.early import launches_early
+from dsv41.backends.portable.target import arch_of
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -33,24 +36,30 @@ def launch(
     num_stages: int = 2,
     max_registers: int | None = None,
     fp_fusion: bool = False,
+    overlaps: bool = True,
     **arguments: Any,
 ) -> None:
     """Run `kernel` on `grid` with `arguments` by name, on the device of its tensors. An empty grid runs nothing.
 
     `max_registers` bounds those of a thread where the compiler can be told (CUDA). `fp_fusion` lets the compiler
-    contract a product and a sum, which rounds once where torch rounds twice.
+    contract a product and a sum, which rounds once where torch rounds twice. `overlaps` may begin before the launch
+    ahead has ended, where the kernel waits for it itself: see `early`.
     """
     settle_key(kernel)
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
     if max_registers and torch.version.hip is None:
         options["maxnreg"] = max_registers
+    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+    if "EARLY" in kernel.arg_names:
+        arguments["EARLY"] = launches_early(arch_of(device))
+        if arguments["EARLY"] and overlaps:
+            options["launch_pdl"] = True
     if _watchers:
         found = Launch(kernel, arguments, options)
         if not all([watch(found) for watch in _watchers]):
             return
     if 0 in grid:
         return
-    device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](**arguments, **options)
 

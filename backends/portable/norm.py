@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import narrow, round_to
 
@@ -35,7 +36,8 @@ def load_normed(x, weight, eps, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, x_stride, weight, out, eps, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x, x_stride, weight, out, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_launch_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     numbers = load_normed(x + row * x_stride, weight, eps, DIM, BLOCK)
     column = tl.arange(0, BLOCK)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import narrow, round_to
 from dsv41.backends.portable.quantize import GROUP, store_mxfp8
@@ -33,7 +34,9 @@ def _finish_output(
     GROUPS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     head = first + tl.arange(0, BLOCK)[:, None]
     row = heads + token * token_stride + head * head_stride
@@ -73,6 +76,7 @@ def finish_output(
         _finish_output,
         (heads.shape[0], triton.cdiv(num_heads, _HEADS)),
         num_warps=_WARPS,
+        overlaps=False,  # behind attention, which may be a library's
         heads=heads,
         token_stride=heads.stride(0),
         head_stride=heads.stride(1),

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv41.backends.portable import formats
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import encode_e4m3
 from dsv41.backends.portable.rows import group_scales
@@ -44,7 +45,8 @@ def store_mxfp8(x, codes, scales, first, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _quantize_mxfp8(x, x_stride, codes, scales, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_mxfp8(x, x_stride, codes, scales, COUNT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_launch_ahead(EARLY)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     numbers = tl.load(x + row * x_stride + column, column < COUNT, other=0.0).to(tl.float32)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv41.backends.portable import formats
 from dsv41.backends.portable.caches import kernel_arguments
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.formats import RowFormat
 from dsv41.backends.portable.launch import launch
 from dsv41.backends.portable.numbers import INTERPRETED, decode_e2m1, dot, narrow, round_to
@@ -91,7 +92,9 @@ def _index_scores(
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     DTYPE: tl.constexpr = queries.dtype.element_ty
     HALF: tl.constexpr = F.dim // 2
     cache = (keys, keys_pool, keys_scale, keys_stride, keys_pool_stride)
@@ -237,7 +240,9 @@ def _block_maxima(
     PADDED: tl.constexpr,
     LARGEST: tl.constexpr,
     MAXIMA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     visible = tl.minimum(tl.load(num_visible + row), width).to(tl.int32)
     blocks = (visible + BLOCK_SIZE - 1) // BLOCK_SIZE

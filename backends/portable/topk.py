@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv41.backends.portable.early import wait_for_launch_ahead
 from dsv41.backends.portable.launch import launch
 
 COLUMNS = 4096
@@ -81,7 +82,9 @@ def _top_k(
     BITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_launch_ahead(EARLY)
     row, first = tl.program_id(0).to(tl.int64), tl.multiple_of(tl.program_id(1) * span, 8)
     scores += row * scores_stride
     out += (row * tl.num_programs(1) + tl.program_id(1)) * K

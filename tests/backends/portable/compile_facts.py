@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from dsv41.backends.cuda.aot import DryFlashMLA
 from dsv41.backends.portable import aot, variants
 from dsv41.backends.portable.backend import PortableBackend
 from dsv41.backends.portable.caches import flat
@@ -165,6 +166,44 @@ def copies() -> list[int]:
     return [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*\], (0x[0-9a-f]+)", ptx)]
 
 
+def taking_part(target: str) -> list[Launch]:
+    """What steps of the release's layers launch that can begin early: by the portable kernels alone, and around
+    FlashMLA's."""
+    configuration, found = variants.CONFIGURATIONS[0], []
+    specs = [layer.spec for layer in variants._layers(configuration).layers]
+    for backend in (PortableBackend(), DryFlashMLA(target)):
+        found += variants._launches(DryLayers(backend, specs), configuration.steps, target)
+    return [launch for launch in found if "EARLY" in launch.kernel.arg_names]
+
+
+def early() -> dict[str, dict[str, Any]]:
+    """By target and kernel, whether it waits for the launch ahead, and whether it begins before that has ended."""
+    return {
+        target: {
+            launch.kernel.fn.__name__: {
+                "waits": launch.arguments["EARLY"], "overlaps": launch.options.get("launch_pdl", False)
+            }
+            for launch in taking_part(target)
+        }
+        for target in ("sm_80", "sm_90", "sm_100", "gfx942")
+    }  # fmt: skip
+
+
+def waits() -> dict[str, dict[str, list[str]]]:
+    """By target and build, the first three operations that wait or touch memory: of one build of each kernel that can
+    begin early and of what is compiled ahead of time, and of one kernel where none does."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for target in ("sm_80", "sm_90"):
+        one = {launch.kernel.fn.__name__: aot.specialize(launch, target) for launch in taking_part(target)}
+        builds = [*one.values(), *(variant.build for variant in variants.gate(target))]
+        found[target] = {}
+        for build in builds if target == "sm_90" else builds[:1]:
+            compiled = triton.compile(build.source(), target=aot.gpu_target(target), options=build.options)
+            operations = re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|cp|atom|red)\.[\w.:]*global", compiled.asm["ptx"])
+            found[target][variants.name_of(build)] = operations[:3]
+    return found
+
+
 def keys_of_helpers() -> dict[str, list[str]]:
     """Globals that the key of a kernel knows of, and those that the keys of the functions that it calls do."""
     from dsv41.backends.portable.inputs import _norm_inputs
@@ -183,5 +222,7 @@ if __name__ == "__main__":
         "warmed": warmed,
         "device": device,
         "copies": copies,
+        "early": early,
+        "waits": waits,
     }
     print(json.dumps(made[sys.argv[1]]()))
