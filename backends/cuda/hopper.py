@@ -114,6 +114,8 @@ def attend(
     count. `sink` float32 `[num_heads]` joins the denominator only. A token with no row gets zeros; heads past
     `num_heads` of `out` stay as they are. Strides of `q` and `out` are multiples of 8, their heads dense.
 
+    It begins before the launch ahead of it in the stream has ended, and waits for that before it reads or writes.
+
     Raises BackendError for more than 64 heads, and for tensors that the kernel would misread.
     """
     tokens = q.shape[0]

@@ -111,7 +111,7 @@ def test_every_code_is_its_number(native: bool, dtype: torch.dtype, quantize: bo
     codes[codes & 0x7F == 0x7F] = 0
     scale = torch.tensor([[123]], dtype=torch.uint8)
     weight = BlockScaledWeight(codes.view(torch.float8_e4m3fn), scale).to(DEVICE)
-    with pretending("sm_90" if native else "sm_80"):
+    with pretending("sm_89" if native else "sm_80"):  # of which neither begins early, so that they run anywhere
         found = product(torch.eye(32, dtype=dtype, device=DEVICE), weight, quantize=quantize)
     assert torch.equal(found.T, weight.data.to(dtype) / 16)
 
