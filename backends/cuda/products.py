@@ -80,8 +80,9 @@ def build(tokens: int, *, tiles: int, warps: int, step: int, depth: int, ctas_pe
     return ProductsBuild("products", "gemm", warps * 32, ctas_per_sm, _MOST_SHARED, defines)
 
 
+# Chosen by a sweep on one H200, as are the plans below.
 BUILDS = (
-    build(8, tiles=1, warps=16, step=128, depth=2, ctas_per_sm=2),
+    build(8, tiles=1, warps=16, step=128, depth=3, ctas_per_sm=2),
     build(16, tiles=1, warps=16, step=128, depth=4),
     build(32, tiles=1, warps=16, step=128, depth=2),
     build(64, tiles=2, warps=12, step=64, depth=2),
@@ -125,10 +126,29 @@ class Room:
     clusters: tuple[int, ...]
 
 
+# Clusters, bands, ranks and slices of the products of the release, by groups, rows and columns, and by build: the fastest
+# of a sweep on one H200 (docs/performance.md).
+_MEASURED: dict[tuple[int, int, int, int], Plan] = {
+    (tokens, *shape): Plan(*chosen)
+    for shape, by_tokens in {
+        (1, 1792, 5120): {8: (112, 1, 1, 12), 16: (56, 2, 2, 4), 32: (28, 4, 4, 2), 64: (14, 4, 8, 2)},
+        (1, 32768, 1280): {8: (256, 8, 1, 2), 16: (128, 16, 1, 1), 32: (128, 16, 1, 1), 64: (128, 8, 1, 1)},
+        (1, 4096, 1280): {8: (86, 3, 1, 5), 16: (64, 4, 1, 2), 32: (64, 4, 1, 3), 64: (19, 7, 4, 1)},
+        (8, 1024, 4096): {8: (16, 4, 1, 4), 16: (8, 8, 2, 1), 32: (8, 8, 2, 2), 64: (3, 11, 4, 1)},
+        (1, 5120, 8192): {8: (54, 6, 4, 2), 16: (27, 12, 4, 1), 32: (30, 11, 4, 1), 64: (15, 11, 8, 1)},
+    }.items()
+    for tokens, chosen in by_tokens.items()
+}
+
+
 @cache
 def plan(build: ProductsBuild, tokens: int, rows: int, columns: int, groups: int, room: Room) -> Plan:
-    """The plan by which a multiprocessor moves the fewest bytes: weights, counted as if all warps that the memory needs
-    had as many as the one with the most, and activations and sums."""
+    """The plan that was measured to be fastest, or else the one by which a multiprocessor moves the fewest bytes:
+    weights, counted as if all warps that the memory needs had as many as the one with the most, and activations and
+    sums."""
+    measured = _MEASURED.get((build.tokens, groups, rows, columns))
+    if measured is not None and room.multiprocessors == 132 and all(room.clusters):
+        return measured
     all_bands, steps, step = -(-rows // build.rows), columns // build.step, build.step * build.rows
     needed = min(build.warps, _IN_FLIGHT // (build.depth * step))
     found: list[tuple[int, Plan]] = []

@@ -94,10 +94,6 @@ __device__ inline void copy_8(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Those that this thread began since the last end belong together; the last that were ended are not waited for.
-__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ inline void copies_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
-
 __device__ inline void load_matrices(u32 (&r)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
@@ -320,7 +316,7 @@ __device__ inline void fetch(Shared& s, const Cache& window, const Cache& compre
             }
             copies_end();
             if (before >= 0) {
-                copies_wait_but_last();
+                copies_wait<1>();
                 meet_fetching();
                 publish(s, before, first, largest, warp, lane);
             }
