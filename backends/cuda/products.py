@@ -126,8 +126,8 @@ class Room:
     clusters: tuple[int, ...]
 
 
-# Clusters, bands, ranks and slices of the products of the release, by groups, rows and columns, and by build: the fastest
-# of a sweep on one H200 (docs/performance.md).
+# Clusters, bands, ranks and slices of the release's products, by groups, rows and columns, and by build: the fastest of
+# a sweep on one H200 (docs/performance.md).
 _MEASURED: dict[tuple[int, int, int, int], Plan] = {
     (tokens, *shape): Plan(*chosen)
     for shape, by_tokens in {
