@@ -45,7 +45,7 @@ def choosing(*, threads: int) -> Build:
     """`threads` of a CTA, at least 256."""
     bins = 256
     held = _KEYS * 2 + _MOST_CHOSEN * 4
-    counted = 2 * _RANKS[0] * bins * 2 + 4 * (bins + BLOCK) * 4 + 2 * bins * 4 + threads // 32 * 4
+    counted = 2 * _RANKS[0] * bins * 2 + 5 * (bins + BLOCK) * 4 + bins * 4 + threads // 32 * 4
     defines = {"THREADS": threads, "KEYS": _KEYS, "MOST_BLOCKS": _MOST_CHOSEN}
     return Build("index_choice", "other", threads, 1024 // threads, held + counted + 32, defines)
 

@@ -21,6 +21,7 @@
 #define EIGHT 8
 #define BINS 256
 #define TURNS 4        // at most: two digits of blocks, and of rows
+#define SUMS TURNS     // where the counts of all CTAs are added up
 #define NEWEST 0xffff  // above every score
 #define NONE 0x10000   // no rank
 #define ALL 0xffffffffu
@@ -42,10 +43,10 @@ struct Found {
 struct Shared {
     u16 ranks[KEYS];
     u16 given[2][MAX_RANKS][BINS];  // of each CTA, as it sends them
-    u32 counts[TURNS][BINS + EIGHT];  // behind the bins, of ranks that have none
-    u32 all[BINS], before[BINS];  // of all CTAs, and of those before this one
-    u32 blocks[MOST_BLOCKS];      // whose rows are looked at
-    u32 counted[WARPS];           // chosen in a warp's run: in the low half, and in the high one of the last rank
+    u32 counts[TURNS + 1][BINS + EIGHT];  // behind the bins, of ranks that have none
+    u32 before[BINS];                     // counts of the CTAs before this one
+    u32 blocks[MOST_BLOCKS];              // whose rows are looked at
+    u32 counted[WARPS];                   // chosen in a warp's run: in the low half, and in the high one of the last rank
     Found found;
     u64 barriers[2];
 };
@@ -94,7 +95,7 @@ __device__ inline u32 sum_before(u32 x, int lane, u32& total) {
     return sum - x;
 }
 
-// By the first warp, of counts in all CTAs, and in those before this one if there are any.
+// By the first warp, of counts in all CTAs, and in those before this one.
 __device__ inline Found find_digit(const u32* counts, const u32* before, u32 room, int lane) {
     const int each = BINS / 32, first = (31 - lane) * each;  // lane 0 has the highest digits
     u32 sum = 0, total, here[each];
@@ -111,7 +112,6 @@ __device__ inline Found find_digit(const u32* counts, const u32* before, u32 roo
     }
     const int owner = owners ? __ffs(owners) - 1 : 31;
     digit = __shfl_sync(ALL, digit, owner), above = __shfl_sync(ALL, above, owner);
-    if (before == nullptr) return {digit, above, 0, 0};
     sum = 0;
 #pragma unroll
     for (int i = 0; i < each; i++) sum += first + i > digit ? before[first + i] : 0;
@@ -139,19 +139,18 @@ __device__ inline void add_up(Shared& s, int turn, u32 rank, u32 ranks) {
             const u32 count = s.given[turn % 2][r][thread];
             all += count, before += r < rank ? count : 0;
         }
-        s.all[thread] = all, s.before[thread] = before;
+        s.counts[SUMS][thread] = all, s.before[thread] = before;
     }
     __syncthreads();
 }
 
 // What is chosen of the ranks of all CTAs, of which `eights` times EIGHT are in this one, each counted by the thread that stored
 // it, for at most `k`.
-__device__ inline Choice choose(Shared& s, int stage, int eights, u32 k, u32 rank, u32 ranks) {
+__device__ inline Choice choose(Shared& s, int turn, int eights, u32 k, u32 rank, u32 ranks) {
     const int thread = threadIdx.x;
     u32 last = 0, room = k, before = 0, level_before = 0;  // `last`: the rank of the last one, as far as it is known
 #pragma unroll 1
-    for (int digit = 0; digit < 2; digit++) {
-        const int turn = stage * 2 + digit, shift = digit == 0 ? 8 : 0;
+    for (int shift = 8; shift >= 0; shift -= 8, turn++) {
         u32* counts = s.counts[turn];
 #pragma unroll 1
         for (int i = thread; i < eights; i += THREADS) {
@@ -162,7 +161,7 @@ __device__ inline Choice choose(Shared& s, int stage, int eights, u32 k, u32 ran
         __syncthreads();
         if (ranks > 1) add_up(s, turn, rank, ranks);
         if (thread < 32) {
-            const Found found = find_digit(ranks > 1 ? s.all : counts, ranks > 1 ? s.before : nullptr, room, thread);
+            const Found found = find_digit(s.counts[ranks > 1 ? SUMS : turn], s.before, room, thread);
             if (thread == 0) s.found = found;
         }
         __syncthreads();
@@ -229,6 +228,7 @@ index_choice(const u16* scores, i64 scores_stride, const u16* best, i64 best_str
     const int token = blockIdx.x / ranks, thread = threadIdx.x;
     asm volatile("griddepcontrol.launch_dependents;");
     for (int i = thread; i < TURNS * (BINS + EIGHT); i += THREADS) s.counts[0][i] = 0;
+    if (thread < BINS) s.before[thread] = 0;
     if (thread == 0) {
         barrier_init(&s.barriers[0], 1), barrier_init(&s.barriers[1], 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -252,7 +252,7 @@ index_choice(const u16* scores, i64 scores_stride, const u16* best, i64 best_str
         for (int i = rank * THREADS + thread; i < num_blocks; i += ranks * THREADS) out_blocks[i] = i < blocks ? i : -1;
     int chosen = count;  // of this CTA's blocks
 #pragma unroll 1
-    for (int stage = by_blocks ? 0 : 1; stage < 2; stage++) {
+    for (int stage = by_blocks ? 0 : 1, turn = 0; stage < 2; stage++, turn += 2) {
         const int eights = stage == 0 ? (count + EIGHT - 1) / EIGHT : chosen;
 #pragma unroll 1
         for (int i = thread; i < eights; i += THREADS) {
@@ -272,7 +272,7 @@ index_choice(const u16* scores, i64 scores_stride, const u16* best, i64 best_str
             ((uint4*)s.ranks)[i] = eight_ranks(*(const uint4*)from, none, (int)min(live, (i64)EIGHT));
             if (newest < EIGHT) s.ranks[i * EIGHT + newest] = NEWEST;
         }
-        const Choice choice = choose(s, stage, eights, stage == 0 ? num_blocks : num_rows, rank, ranks);
+        const Choice choice = choose(s, turn, eights, stage == 0 ? num_blocks : num_rows, rank, ranks);
         const u32 begin = choice.place(choice.before, choice.level_before);
         const uint2 places = collect(s, choice, eights, [&](int i, int e, u32 place) {
             const i64 index = stage == 0 ? first + i * EIGHT + e : s.blocks[i] * (i64)EIGHT + e;
