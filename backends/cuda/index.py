@@ -148,10 +148,10 @@ def index_choice(
     `[T, num_blocks]` with the newest always among them; both ascending, -1 where there are fewer.
 
     `scores` and `best` are what `index_scores` left, rows of them 16-byte aligned with room for a multiple of 8; with
-    `candidates` no blocks are chosen, and no `best` is taken, which may also be None unless `chooses_blocks`. There
-    are fewer than 2^32 blocks of positions. As the portable `top_k`: NaN is never selected, -inf is, -0 equals 0, and of
-    equal scores the smaller columns win. A block of no number comes after all others. At most 2,048 rows, or blocks,
-    of which there must be more than rows, are chosen.
+    `candidates` no blocks are chosen and no `best` is taken. It may also be None where not `chooses_blocks`. As the
+    portable `top_k`: NaN is never selected, -inf is, -0 equals 0, and of equal scores the smaller columns win. A block
+    of no number comes after all others. At most 2,048 rows, or blocks, of which there must be more than rows, are
+    chosen. Positions are below 2^35.
 
     Raises BackendError for what the kernel would misread, or cannot hold.
     """

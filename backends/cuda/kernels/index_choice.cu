@@ -22,7 +22,7 @@
 #define BINS 256
 #define TURNS 4        // at most: two digits of blocks, and of rows
 #define SUMS TURNS     // where the counts of all CTAs are added up
-#define NEWEST 0xffff  // above every score
+#define NEWEST 0xffffu  // above every score
 #define NONE 0x10000   // no rank
 #define ALL 0xffffffffu
 
@@ -41,7 +41,7 @@ struct Found {
 };
 
 struct Shared {
-    u16 ranks[KEYS];
+    uint4 ranks[KEYS / EIGHT];
     u16 given[2][MAX_RANKS][BINS];  // of each CTA, as it sends them
     u32 counts[TURNS + 1][BINS + EIGHT];  // behind the bins, of ranks that have none
     u32 before[BINS];                     // counts of the CTAs before this one
@@ -58,17 +58,18 @@ static_assert(THREADS >= BINS, "a thread for each bin");
 __device__ inline u32 ranks_of(u32 scores, u32 none) {
     const u32 size = scores & 0x7fff7fff;
     const u32 negative = size & (scores >> 15 & 0x00010001) * 0xffff;
-    const u32 no_number = (size + 0x007f007f >> 15 & 0x00010001) * 0xffff;
-    return (size + 0x80008000 - 2 * negative & ~no_number) | (none & no_number);
+    const u32 no_number = ((size + 0x007f007f) >> 15 & 0x00010001) * 0xffff;
+    return ((size + 0x80008000 - 2 * negative) & ~no_number) | (none & no_number);
 }
 
-// Of eight scores of which the first `live` count, the others having rank 0.
-__device__ inline uint4 eight_ranks(uint4 v, u32 none, int live) {
+// Of eight scores of which the first `live` count, the others having rank 0; `newest` is before all, if it is one of them.
+__device__ inline uint4 eight_ranks(uint4 v, u32 none, int live, int newest) {
     u32 x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int w = 0; w < 4; w++) {
         x[w] = ranks_of(x[w], none);
         if (live < 2 * w + 2) x[w] &= live == 2 * w + 1 ? 0xffff : 0;
+        x[w] |= (newest == 2 * w ? NEWEST : 0) | (newest == 2 * w + 1 ? NEWEST << 16 : 0);
     }
     return {x[0], x[1], x[2], x[3]};
 }
@@ -154,9 +155,9 @@ __device__ inline Choice choose(Shared& s, int turn, int eights, u32 k, u32 rank
         u32* counts = s.counts[turn];
 #pragma unroll 1
         for (int i = thread; i < eights; i += THREADS) {
-            const uint4 v = ((const uint4*)s.ranks)[i];
+            const uint4 v = s.ranks[i];
 #pragma unroll
-            for (int e = 0; e < EIGHT; e++) atomicAdd(counts + min(rank_at(v, e) - last >> shift, (u32)BINS), 1);
+            for (int e = 0; e < EIGHT; e++) atomicAdd(counts + min((rank_at(v, e) - last) >> shift, (u32)BINS), 1);
         }
         __syncthreads();
         if (ranks > 1) add_up(s, turn, rank, ranks);
@@ -181,7 +182,7 @@ __device__ inline uint2 collect(Shared& s, const Choice& c, int eights, Take tak
     u32 here = 0, all;
 #pragma unroll 1
     for (int i = first + lane; i < last; i += 32) {
-        uint4& v = ((uint4*)s.ranks)[i];
+        uint4& v = s.ranks[i];
         u32 found = 0;  // above in the low half, level in the high one
 #pragma unroll
         for (int e = 0; e < EIGHT; e++)
@@ -198,7 +199,7 @@ __device__ inline uint2 collect(Shared& s, const Choice& c, int eights, Take tak
 
 #pragma unroll 1
     for (int i = first + lane; i - lane < last; i += 32) {
-        const u32 found = i < last ? ((const uint4*)s.ranks)[i].x : 0, others = sum_before(counted(found), lane, all);
+        const u32 found = i < last ? s.ranks[i].x : 0, others = sum_before(counted(found), lane, all);
         u32 my_above = above + (others & 0xffff), my_level = level + (others >> 16);
 #pragma unroll 1
         for (u32 left = (found | found >> 16) & 0xffff; left; left &= left - 1) {
@@ -217,7 +218,7 @@ __device__ inline uint2 collect(Shared& s, const Choice& c, int eights, Take tak
 // EIGHT], the blocks that the columns stand for, -1 = none, or null. best is looked at where a token sees more blocks than
 // `all_blocks` and no candidates are given: then the best `num_blocks` are looked into. out_rows [T, num_rows], ascending, -1
 // where there are fewer; out_blocks [T, num_blocks] likewise, the newest always among them, all_blocks being num_blocks, or null
-// where nobody asks for them. There are fewer than 2^32 blocks of positions.
+// where nobody asks for them. Positions are below 2^35.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 index_choice(const u16* scores, i64 scores_stride, const u16* best, i64 best_stride, int num_columns, const i64* num_visible,
              const i64* all_candidates, i64 candidates_stride, i64* out_rows, int num_rows, i64* out_blocks, int num_blocks,
@@ -257,20 +258,18 @@ index_choice(const u16* scores, i64 scores_stride, const u16* best, i64 best_str
 #pragma unroll 1
         for (int i = thread; i < eights; i += THREADS) {
             const u16* from;
-            i64 live;     // of the eight scores
+            i64 live;
             u32 none = 0;
             int newest = EIGHT;
             if (stage == 0) {
-                const int block = first + i * EIGHT;
-                from = best + block, live = count - i * EIGHT, none = 0x00010001;  // after all others
-                if (publishes) newest = blocks - 1 - block;
+                from = best + first + i * EIGHT, live = count - i * EIGHT, none = 0x00010001;  // after all others
+                if (publishes) newest = blocks - 1 - first - i * EIGHT;
             } else {
                 const i64 place = by_blocks ? s.blocks[i] : first + i, block = whole ? place : all_candidates[place];
                 from = scores + place * EIGHT, live = block < 0 ? 0 : min(visible - block * EIGHT, seen - place * EIGHT);
                 s.blocks[i] = block;
             }
-            ((uint4*)s.ranks)[i] = eight_ranks(*(const uint4*)from, none, (int)min(live, (i64)EIGHT));
-            if (newest < EIGHT) s.ranks[i * EIGHT + newest] = NEWEST;
+            s.ranks[i] = eight_ranks(*(const uint4*)from, none, (int)min(max(live, (i64)0), (i64)EIGHT), newest);
         }
         const Choice choice = choose(s, turn, eights, stage == 0 ? num_blocks : num_rows, rank, ranks);
         const u32 begin = choice.place(choice.before, choice.level_before);

@@ -110,7 +110,8 @@ def test_a_tokens_ctas_have_room_for_it_and_run_at_once(
     by_blocks = not restricted and index.chooses_blocks(columns, num_blocks)
 
     def fits(ranks: int) -> bool:
-        each = -(-(-(-blocks // ranks)) // 8) * 8  # as the kernel cuts them
+        share = -(-blocks // ranks)
+        each = -(-share // 8) * 8  # as the kernel cuts them
         return each <= (index._KEYS if by_blocks else index._MOST_CHOSEN)
 
     looked_at = max(blocks, (num_blocks or 512) * BLOCK) if by_blocks else blocks * BLOCK
