@@ -652,6 +652,14 @@ def test_emulated_choice_of_candidates(
 
 
 @without_gpu
+def test_emulated_choice_of_candidates_far_behind_what_is_seen(emulated_gpu: EmulatedGPU) -> None:
+    case = choosing("cpu", [323], blocks=21)
+    assert case.candidates is not None
+    case.candidates[0, -1] = 2**29 + 1  # 32 bits of its position are those of one that is seen
+    agree_on_choice(case)
+
+
+@without_gpu
 @pytest.mark.parametrize("seed", range(8))
 def test_emulated_choice_in_any_order(seed: int, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """CTAs of a cluster run ahead of others as far as these let them."""
