@@ -27,12 +27,12 @@ _WAVES = 2
 _KEYS = 32768
 """Scores that a CTA of the choice holds."""
 _MOST_CHOSEN = 2048
+_ALL_BLOCKS = 2048
+"""Blocks of which the rows are looked at without a choice among the blocks before."""
 _RANKS = (16, 8, 4, 2, 1)
 """CTAs that share a token's choice."""
-_ROOM = _KEYS - BLOCK * BLOCK
-"""Of these, what a CTA can have of a token that is cut at multiples of eight blocks."""
-_LEAST_COLUMNS = 512
-"""Columns that are worth a CTA."""
+_LOOKED_AT = 4096
+"""Scores from which on two CTAs are faster than one: they cost each other half a microsecond a digit."""
 
 
 def scoring(*, candidates: bool, ctas: int, depth: int) -> Build:
@@ -41,16 +41,18 @@ def scoring(*, candidates: bool, ctas: int, depth: int) -> Build:
     return Build("index_scores", "scores", 128, ctas, _HEADS * _RECORD.dim * 2, defines)
 
 
+def choosing(*, threads: int) -> Build:
+    """`threads` of a CTA, at least 256."""
+    bins = 256
+    held = _KEYS * 2 + _MOST_CHOSEN * 4
+    counted = 2 * _RANKS[0] * bins * 2 + 5 * (bins + BLOCK) * 4 + bins * 4 + threads // 32 * 4
+    defines = {"THREADS": threads, "KEYS": _KEYS, "MOST_BLOCKS": _MOST_CHOSEN}
+    return Build("index_choice", "other", threads, 1024 // threads, held + counted + 32, defines)
+
+
 _ALL = scoring(candidates=False, ctas=4, depth=3)
 _CANDIDATES = scoring(candidates=True, ctas=4, depth=2)
-_CHOICE = Build(
-    "index_choice",
-    "other",
-    512,
-    2,
-    _KEYS * 2 + _MOST_CHOSEN * 4 + 4 * 256 * 4 + 80,
-    {"KEYS": _KEYS, "MOST_BLOCKS": _MOST_CHOSEN},
-)
+_CHOICE = choosing(threads=512)
 BUILDS = (_ALL, _CANDIDATES, _CHOICE)
 
 
@@ -76,7 +78,12 @@ def serves(spec: LayerSpec, layout: CacheLayout, dtype: torch.dtype) -> bool:
 
 def holds(columns: int, restricted: bool) -> bool:
     """Whether so many columns can be chosen among; restricted to candidates, each is looked at, and not only blocks."""
-    return _held(columns, restricted) <= _RANKS[0] * _ROOM
+    return _blocks(columns) <= _RANKS[0] * (_MOST_CHOSEN if restricted else _KEYS)
+
+
+def chooses_blocks(columns: int, num_blocks: int) -> bool:
+    """Whether blocks are chosen by their best before rows are, where `num_blocks` of them are asked for (0 = none)."""
+    return _blocks(columns) > (num_blocks or _ALL_BLOCKS)
 
 
 @torch.library.custom_op("dsv41::index_scores_mxfp4", mutates_args=("scores", "best"))
@@ -141,9 +148,10 @@ def index_choice(
     `[T, num_blocks]` with the newest always among them; both ascending, -1 where there are fewer.
 
     `scores` and `best` are what `index_scores` left, rows of them 16-byte aligned with room for a multiple of 8; with
-    `candidates` no blocks are chosen. As the portable `top_k`: NaN is never selected, -inf is, -0 equals 0, and of
-    equal scores the smaller columns win. A block of no number comes after all others. At most 2,048 rows, or blocks,
-    of which there must be more than rows, are chosen.
+    `candidates` no blocks are chosen and no `best` is taken. It may also be None where not `chooses_blocks`. As the
+    portable `top_k`: NaN is never selected, -inf is, -0 equals 0, and of equal scores the smaller columns win. A block
+    of no number comes after all others. At most 2,048 rows, or blocks, of which there must be more than rows, are
+    chosen. Positions are below 2^35.
 
     Raises BackendError for what the kernel would misread, or cannot hold.
     """
@@ -155,15 +163,16 @@ def index_choice(
     if tokens == 0:
         return rows, blocks
     kernel, clusters = _chooser(scores.device.index)
-    ranks = _ranks(tokens, columns, candidates is not None, clusters)
+    ranks = _ranks(tokens, columns, candidates is not None, num_rows, num_blocks, clusters)
     arguments = [
         pointer(scores), int64(scores.stride(0)), pointer(best), int64(best.stride(0) if best is not None else 0),
         int32(columns), pointer(num_visible), pointer(candidates),
         int64(candidates.stride(0) if candidates is not None else 0),
         pointer(rows), int32(num_rows), pointer(blocks) if num_blocks else 0, int32(num_blocks or num_rows),
+        int32(num_blocks or _ALL_BLOCKS),
     ]  # fmt: skip
     with torch.cuda.device(scores.device):
-        kernel.launch(scores.device, tokens, *arguments, ranks=ranks)
+        kernel.launch(scores.device, tokens, *arguments, ranks=ranks, early=True)
     return rows, blocks
 
 
@@ -185,23 +194,26 @@ def _whole(page_size: int) -> bool:
     return page_size >= _LEAST_PAGE and page_size & (page_size - 1) == 0
 
 
-def _held(columns: int, restricted: bool) -> int:
-    """Scores that the CTAs of a token have to hold."""
-    blocks = -(-columns // BLOCK)
-    return blocks * BLOCK if restricted else blocks
+def _blocks(columns: int) -> int:
+    return -(-columns // BLOCK)
 
 
-def _ranks(tokens: int, columns: int, restricted: bool, clusters: Mapping[int, int]) -> int:
-    """CTAs that share a token: as many as all run at once and have enough to do, but enough to hold its scores. Raises
+def _ranks(
+    tokens: int, columns: int, restricted: bool, num_rows: int, num_blocks: int, clusters: Mapping[int, int]
+) -> int:
+    """CTAs that share a token: as many as have enough to do and all run at once, but enough to hold its scores. Raises
     BackendError where none are."""
-    held = _held(columns, restricted)
-    fitting = [ranks for ranks in _RANKS if held <= ranks * _ROOM]
+    blocks = _blocks(columns)
+    by_blocks = not restricted and chooses_blocks(columns, num_blocks)
+    room = _KEYS if by_blocks else _MOST_CHOSEN
+    fitting = [ranks for ranks in _RANKS if blocks <= ranks * room]
     if not fitting:
         raise BackendError(
-            f"index_choice was given {held} scores a token to hold: expected at most {_RANKS[0] * _ROOM}; use the "
+            f"index_choice was given {blocks} blocks a token to hold: expected at most {_RANKS[0] * room}; use the "
             "portable kernels"
         )
-    useful = (ranks for ranks in fitting if columns >= ranks * _LEAST_COLUMNS and tokens <= clusters[ranks])
+    looked_at = max(blocks, (num_blocks or num_rows) * BLOCK) if by_blocks else blocks * BLOCK
+    useful = (ranks for ranks in fitting if looked_at * 2 > ranks * _LOOKED_AT and tokens <= clusters[ranks])
     return next(useful, fitting[-1])
 
 
@@ -250,8 +262,13 @@ def _check_choice(
     columns: int,
 ) -> None:
     """Raise BackendError for what the kernel would misread, or cannot hold."""
-    if (best is None) == (candidates is None):
-        raise BackendError("index_choice takes the best of every block, or candidates: expected one of them; give it")
+    if best is not None and candidates is not None:
+        raise BackendError("index_choice takes the best of every block, or candidates: expected one of them, not both")
+    if best is None and candidates is None and chooses_blocks(columns, num_blocks):
+        raise BackendError(
+            f"index_choice was given {columns} columns without the best of every block: expected it, for so many are "
+            "first chosen by it; give it, or candidates"
+        )
     most = _MOST_CHOSEN if candidates is None else 0
     if not 1 <= num_rows <= _MOST_CHOSEN or (num_blocks and not num_rows < num_blocks <= most):
         raise BackendError(

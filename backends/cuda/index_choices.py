@@ -47,9 +47,11 @@ class ChoicesOnHopper(PortableBackend):
         if not self._serves(spec, caches.index.layout, dtype) or not index.holds(columns, restricts):
             return super()._choose(queries, layer, plan, part, columns, candidates, dtype)
         scores = self._scratch("scores", len(visible), columns, dtype)
-        best = None if restricts else self._scratch("blocks", len(visible), -(-columns // index.BLOCK), dtype)
-        self.score_on_hopper(queries, layer, plan, part, candidates, scores, best)
         blocks = spec.candidate_blocks if spec.publishes_candidates else 0
+        best = None
+        if not restricts and index.chooses_blocks(columns, blocks):
+            best = self._scratch("blocks", len(visible), -(-columns // index.BLOCK), dtype)
+        self.score_on_hopper(queries, layer, plan, part, candidates, scores, best)
         restriction = candidates[part] if candidates is not None else None
         rows, chosen = self.choose_on_hopper(scores, best, visible, restriction, spec.topk, blocks)
         return rows, chosen if blocks else None

@@ -195,6 +195,12 @@ def test_barriers_in_shared_memory(emulated_gpu: EmulatedGPU) -> None:
         assert torch.equal(small(BARRIER, seed), REVERSED)
 
 
+def test_a_predicate_is_turned_over_by_minus_one(emulated_gpu: EmulatedGPU) -> None:
+    body = """asm("{\\n.reg .pred p, q;\\nsetp.lt.s32 p, %1, 32;\\nxor.pred q, p, -1;\\nselp.s32 %0, 1, 0, q;\\n}"
+                 : "=r"(out[i]) : "r"(in[i]));"""
+    assert small(body, 0).tolist() == [0] * 32 + [1] * 32
+
+
 def test_an_unknown_instruction_is_named(emulated_gpu: EmulatedGPU) -> None:
     with pytest.raises(NotImplementedError, match=r"the PTX instruction sin\.approx\.f32"):
         small("out[i] = (int)__sinf((float)in[i]);", 0)

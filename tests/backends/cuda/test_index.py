@@ -78,36 +78,62 @@ def test_what_is_served(of_layer: dict[str, Any], of_cache: dict[str, Any], expe
 
 
 def test_as_much_is_held_as_a_cluster_has_room_for() -> None:
-    most = 16 * (32768 - 64)
-    assert index.holds(most * BLOCK, restricted=False)
-    assert not index.holds(most * BLOCK + 1, restricted=False)
+    most = 16 * 32768 * BLOCK
+    assert index.holds(most, restricted=False)
+    assert not index.holds(most + 1, restricted=False)
+    most = 16 * 2048 * BLOCK
     assert index.holds(most, restricted=True)
     assert not index.holds(most + 1, restricted=True)
+
+
+def test_blocks_are_chosen_where_there_are_more_than_all_are_looked_into() -> None:
+    assert not index.chooses_blocks(16384, 0)
+    assert index.chooses_blocks(16385, 0)
+    assert not index.chooses_blocks(640 * BLOCK, 640)
+    assert index.chooses_blocks(640 * BLOCK + 1, 640)
 
 
 CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 60, 1: 132}
 
 
 @pytest.mark.parametrize("restricted", [False, True])
-@pytest.mark.parametrize("columns", [0, 1, 511, 1024, 8192, 65536, 500_000])
+@pytest.mark.parametrize("columns", [0, 1, 511, 4096, 4097, 16384, 16385, 65536, 200_000, 4_000_000])
 @pytest.mark.parametrize("tokens", [1, 7, 8, 132, 10_000])
-def test_a_tokens_ctas_have_room_for_it_and_run_at_once(tokens: int, columns: int, restricted: bool) -> None:
-    ranks = index._ranks(tokens, columns, restricted, CLUSTERS)
+@pytest.mark.parametrize("num_blocks", [0, 2048])
+def test_a_tokens_ctas_have_room_for_it_and_run_at_once(
+    tokens: int, columns: int, restricted: bool, num_blocks: int
+) -> None:
+    if restricted and not index.holds(columns, restricted):
+        return
+    ranks = index._ranks(tokens, columns, restricted, 512, num_blocks, CLUSTERS)
     blocks = -(-columns // BLOCK)
-    share = -(-blocks // ranks)
-    each = -(-share // 8) * 8  # as the kernel cuts them
-    held = each * BLOCK if restricted else each
-    assert held <= index._KEYS
-    least = next(n for n in (1, 2, 4, 8, 16) if index._held(columns, restricted) <= n * index._ROOM)
-    assert ranks == least or (tokens <= CLUSTERS[ranks] and columns >= 512 * ranks)
+    by_blocks = not restricted and index.chooses_blocks(columns, num_blocks)
+
+    def fits(ranks: int) -> bool:
+        share = -(-blocks // ranks)
+        each = -(-share // 8) * 8  # as the kernel cuts them
+        return each <= (index._KEYS if by_blocks else index._MOST_CHOSEN)
+
+    looked_at = max(blocks, (num_blocks or 512) * BLOCK) if by_blocks else blocks * BLOCK
+    least = next(n for n in (1, 2, 4, 8, 16) if fits(n))
+    assert ranks == least or (fits(ranks) and tokens <= CLUSTERS[ranks] and looked_at > ranks // 2 * 4096)
 
 
 def test_few_tokens_of_many_columns_have_many_ctas() -> None:
-    assert index._ranks(1, 65536, False, CLUSTERS) == 16
-    assert index._ranks(8, 65536, False, CLUSTERS) == 8
-    assert index._ranks(133, 65536, False, CLUSTERS) == 1
-    with refused(BackendError, "600000 scores"):
-        index._ranks(1, 600_000, True, CLUSTERS)
+    def ranks(tokens: int, columns: int, restricted: bool = False, num_blocks: int = 0) -> int:
+        return index._ranks(tokens, columns, restricted, 512, num_blocks, CLUSTERS)
+
+    assert ranks(1, 4096) == 1
+    assert ranks(1, 4097) == 2
+    assert ranks(1, 32768) == 1
+    assert ranks(1, 32768, num_blocks=2048) == 4
+    assert ranks(1, 16384, restricted=True) == 4
+    assert ranks(60, 16384, restricted=True) == 2
+    assert ranks(1, 524288) == 16
+    assert ranks(8, 524288) == 8
+    assert ranks(133, 524288) == 2
+    with refused(BackendError, "75000 blocks a token to hold: expected at most 32768"):
+        ranks(1, 600_000, restricted=True)
 
 
 # Scores
@@ -520,9 +546,9 @@ def expected_choice(case: Choosing, token: int) -> tuple[Tensor, Tensor]:
     rows = torch.where(rows >= 0, positions[rows], -1)
     blocks = rows.new_empty(0)
     if case.num_blocks:
-        assert case.best is not None
+        given = case.best[token] if case.best is not None else best_of(case.scores[token], seen)
         # The newest is before infinity, and what is no number behind it.
-        best = case.best[token].double().clamp(-1e300, 1e300).nan_to_num(-INF)
+        best = given.double().clamp(-1e300, 1e300).nan_to_num(-INF)
         there = -(-min(visible, columns) // BLOCK)
         if there:
             best[there - 1] = INF
@@ -567,9 +593,11 @@ def test_a_choice_that_is_not_held_is_refused(num_rows: int, num_blocks: int) ->
 
 def test_blocks_are_chosen_by_their_best_or_given() -> None:
     case, restricted = choosing("cpu", [100]), choosing("cpu", [100], blocks=5)
-    for wrong in (replace(case, best=None), replace(case, candidates=restricted.candidates)):
-        with refused(BackendError, "the best of every block, or candidates"):
-            wrong.run()
+    with refused(BackendError, "the best of every block, or candidates"):
+        replace(case, candidates=restricted.candidates).run()
+    for many in (choosing("cpu", [16385]), choosing("cpu", [145], num_blocks=18)):
+        with refused(BackendError, f"{many.scores.shape[1]} columns without the best of every block"):
+            replace(many, best=None).run()
     with refused(BackendError, "16 rows and 17 blocks"):
         replace(restricted, num_blocks=17).run()
 
@@ -585,39 +613,95 @@ every_kind = pytest.mark.parametrize("scores", SCORES)
 SHORT = [323, 0, 1, 8, 9, 322]
 
 
+def with_limits(monkeypatch: pytest.MonkeyPatch, all_blocks: int, looked_at: int) -> None:
+    """With fewer blocks of which all are looked into, and fewer scores that are worth a second CTA, a short row is
+    treated as long ones are."""
+    monkeypatch.setattr(index, "_ALL_BLOCKS", all_blocks)
+    monkeypatch.setattr(index, "_LOOKED_AT", looked_at)
+
+
 @without_gpu
 @every_kind
 @pytest.mark.parametrize("num_blocks", [0, 17])
-@pytest.mark.parametrize("least", [512, 64, 8])
+@pytest.mark.parametrize(("tokens", "looked_at"), [(6, 4096), (2, 64), (1, 8)])
+@pytest.mark.parametrize("all_blocks", [2048, 17])
 def test_emulated_choice(
-    scores: str, num_blocks: int, least: int, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
+    scores: str,
+    num_blocks: int,
+    tokens: int,
+    looked_at: int,
+    all_blocks: int,
+    emulated_gpu: EmulatedGPU,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With fewer columns that are worth a CTA, clusters are as large as they are with many."""
-    monkeypatch.setattr(index, "_LEAST_COLUMNS", least)
-    tokens = {512: 6, 64: 3, 8: 1}[least]  # more would have smaller clusters again
+    """By one CTA, by eight, and by sixteen: more tokens would have fewer again."""
+    emulated_gpu.resize(8)
+    with_limits(monkeypatch, all_blocks, looked_at)
     agree_on_choice(choosing("cpu", SHORT[:tokens], scores=scores, num_blocks=num_blocks))
 
 
 @without_gpu
 @every_kind
-@pytest.mark.parametrize("least", [512, 16])
+@pytest.mark.parametrize(("tokens", "looked_at"), [(6, 4096), (1, 8)])
 def test_emulated_choice_of_candidates(
-    scores: str, least: int, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
+    scores: str, tokens: int, looked_at: int, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_LEAST_COLUMNS", least)
-    tokens = SHORT if least == 512 else SHORT[:1]
-    agree_on_choice(choosing("cpu", tokens, scores=scores, blocks=21), repeats=1)
+    emulated_gpu.resize(8)
+    with_limits(monkeypatch, 2048, looked_at)
+    agree_on_choice(choosing("cpu", SHORT[:tokens], scores=scores, blocks=21), repeats=1)
+
+
+@without_gpu
+def test_emulated_choice_of_candidates_far_behind_what_is_seen(emulated_gpu: EmulatedGPU) -> None:
+    case = choosing("cpu", [323], blocks=21)
+    assert case.candidates is not None
+    case.candidates[0, -1] = 2**29 + 1  # 32 bits of its position are those of one that is seen
+    agree_on_choice(case)
+
+
+@without_gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_emulated_choice_in_any_order(seed: int, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs of a cluster run ahead of others as far as these let them."""
+    with_limits(monkeypatch, 2048, 64)
+    emulated_gpu.schedule(seed)
+    agree_on_choice(choosing("cpu", [323], num_blocks=17), repeats=1)
 
 
 @without_gpu
 @pytest.mark.parametrize(
     ("columns", "num_rows", "num_blocks"),
-    [(20, 30, 40), (700, 512, 600), (65, 1, 2), (64, 64, 0), (9, 1, 0), (83, 7, 8)],
+    [(20, 30, 40), (700, 512, 600), (65, 1, 2), (64, 64, 0), (9, 1, 0), (83, 7, 8), (64, 7, 8), (65, 7, 8), (72, 7, 8)],
 )
-def test_emulated_choice_of_any_size(columns: int, num_rows: int, num_blocks: int, emulated_gpu: EmulatedGPU) -> None:
+@pytest.mark.parametrize("all_blocks", [2048, 8])
+@pytest.mark.parametrize("looked_at", [4096, 40])
+def test_emulated_choice_of_any_size(
+    columns: int,
+    num_rows: int,
+    num_blocks: int,
+    all_blocks: int,
+    looked_at: int,
+    emulated_gpu: EmulatedGPU,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also of tokens that see more than there are columns."""
+    with_limits(monkeypatch, all_blocks, looked_at)
     case = choosing("cpu", [columns, columns + 90], columns=columns, num_rows=num_rows, num_blocks=num_blocks)
     agree_on_choice(case)
+    if not index.chooses_blocks(columns, num_blocks):
+        agree_on_choice(replace(case, best=None))
+
+
+@without_gpu
+@pytest.mark.parametrize("columns", [4095, 4097, 16384, 16385])
+@pytest.mark.parametrize("num_blocks", [0, 520])
+@pytest.mark.parametrize("threads", [256, 512, 1024])
+def test_emulated_choice_around_the_limits(
+    columns: int, num_blocks: int, threads: int, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of more eights than a CTA has threads, and of fewer."""
+    monkeypatch.setattr(index, "_CHOICE", index.choosing(threads=threads))
+    agree_on_choice(choosing("cpu", [columns], num_rows=512, num_blocks=num_blocks))
 
 
 @on_hopper
@@ -630,6 +714,17 @@ def test_choice(scores: str, num_blocks: int, tokens: int, columns: int) -> None
     visible = [columns, 0, 1, 8, 9, *range(columns, columns // 2, -61)]
     visible = (visible * (1 + tokens // len(visible)))[:tokens]
     agree_on_choice(choosing("cuda", visible, scores=scores, num_rows=512, num_blocks=num_blocks), repeats=20)
+
+
+@on_hopper
+@every_kind
+@pytest.mark.parametrize("columns", [4096, 4097, 8193, 16384, 16385, 32769, 131073])
+@pytest.mark.parametrize("num_blocks", [0, 640, 2048])
+def test_choice_around_the_limits(scores: str, columns: int, num_blocks: int) -> None:
+    case = choosing("cuda", [columns, columns - 1], scores=scores, num_rows=512, num_blocks=num_blocks)
+    agree_on_choice(case, repeats=20)
+    if not index.chooses_blocks(columns, num_blocks):
+        agree_on_choice(replace(case, best=None))
 
 
 @on_hopper
@@ -653,7 +748,7 @@ def test_choice_of_long_requests(scores: str, columns: int, tokens: int, num_row
 
 @on_hopper
 def test_choice_of_as_many_as_are_held() -> None:
-    columns = index._RANKS[0] * index._ROOM * BLOCK
+    columns = index._RANKS[0] * index._KEYS * BLOCK
     assert index.holds(columns, restricted=False)
     agree_on_choice(choosing("cuda", [columns, columns - 9], num_rows=512, num_blocks=2048))
 
@@ -685,4 +780,7 @@ def test_the_ops_are_declared_right() -> None:
     arguments = [getattr(case, name) for name in vars(case)]
     arguments[6:7] = [case.cache.data, 64]
     torch.library.opcheck(index.index_scores, tuple(arguments))
-    torch.library.opcheck(index.index_choice, tuple(vars(choosing("cuda", [100, 9], num_blocks=17)).values()))
+    # It also takes copies without the room behind each row, so columns and blocks are whole multiples of 8.
+    choices = choosing("cuda", [192, 9], num_blocks=17)
+    torch.library.opcheck(index.index_choice, tuple(vars(choices).values()))
+    torch.library.opcheck(index.index_choice, tuple(vars(replace(choices, best=None, num_blocks=0)).values()))

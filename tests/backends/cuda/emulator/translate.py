@@ -34,7 +34,7 @@ _SIMPLE = {
     rf"not\.{_INT}": "{0} = ({U})~{1};",
     r"and\.pred": "{0} = {1} & {2};",
     r"or\.pred": "{0} = {1} | {2};",
-    r"xor\.pred": "{0} = {1} ^ {2};",
+    r"xor\.pred": "{0} = {1} != bool({2});",  # of -1 it is not
     r"not\.pred": "{0} = !{1};",
     r"mov\.pred": "{0} = {1};",
     r"cvta(\.to)?\.global\.u64": "{0} = {1};",
