@@ -22,8 +22,9 @@ PADDING = 128
 """Columns, at most, that a row of scores or of best scores has room for beyond its own."""
 _RECORD = INDEX_MXFP4_68
 _HEADS, _TILE, _LEAST_PAGE = 32, 64, 16
-_WAVES = 2
-"""How often as many scoring CTAs as run at a time there are: some end early, where tokens see less than others."""
+_WAVES, _WORTH_A_CTA = 8, 32
+"""How often as many scoring CTAs as run at a time there are, for some tokens see less than others, as long as each has
+so many tiles."""
 _KEYS = 32768
 """Scores that a CTA of the choice holds."""
 _MOST_CHOSEN = 2048
@@ -36,13 +37,14 @@ _LEAST_COLUMNS = 512
 
 
 def scoring(*, candidates: bool, ctas: int, depth: int) -> Build:
-    """`ctas` on a multiprocessor, each reading `depth` tiles ahead."""
+    """`ctas` on a multiprocessor, each with `depth` tiles on their way."""
     defines = {"CANDIDATES": int(candidates), "CTAS": ctas, "DEPTH": depth}
-    return Build("index_scores", "scores", 128, ctas, _HEADS * _RECORD.dim * 2, defines)
+    lane_bytes = _RECORD.dim // 4 + 2 * _RECORD.scale_bytes
+    return Build("index_scores", "scores", 128, ctas, _HEADS * _RECORD.dim * 2 + depth * 128 * lane_bytes, defines)
 
 
-_ALL = scoring(candidates=False, ctas=4, depth=3)
-_CANDIDATES = scoring(candidates=True, ctas=4, depth=2)
+_ALL = scoring(candidates=False, ctas=5, depth=4)
+_CANDIDATES = scoring(candidates=True, ctas=5, depth=4)
 _CHOICE = Build(
     "index_choice",
     "other",
@@ -110,8 +112,7 @@ def index_scores(
         return
     build = _ALL if candidates is None else _CANDIDATES
     kernel = _loaded(build, queries.device.index)
-    tiles = -(-columns // _TILE)
-    splits = min(tiles, max(1, _WAVES * build.ctas_per_sm * kernel.multiprocessors // tokens))
+    splits = _splits(tokens, -(-columns // _TILE), build.ctas_per_sm * kernel.multiprocessors)
     value_bytes = page_size * (_RECORD.bytes - _RECORD.scale_bytes)
     arguments = [
         pointer(queries), int64(queries.stride(0)), int64(queries.stride(1)),
@@ -125,7 +126,7 @@ def index_scores(
         uint32(splits),
     ]  # fmt: skip
     with torch.cuda.device(queries.device):
-        kernel.launch(queries.device, splits * tokens, *arguments)
+        kernel.launch(queries.device, splits * tokens, *arguments, early=True)
 
 
 @torch.library.custom_op("dsv41::index_choice", mutates_args=())
@@ -183,6 +184,12 @@ def _empty(
 def _whole(page_size: int) -> bool:
     """Whether pages are a power of two of rows, and the 16 of a warp lie in one."""
     return page_size >= _LEAST_PAGE and page_size & (page_size - 1) == 0
+
+
+def _splits(tokens: int, tiles: int, at_once: int) -> int:
+    """CTAs that share a token of so many tiles: those that run at a time, more where each has enough to do."""
+    wave = max(1, at_once // tokens)
+    return min(tiles, max(wave, min(_WAVES * wave, tiles // _WORTH_A_CTA)))
 
 
 def _held(columns: int, restricted: bool) -> int:
