@@ -33,14 +33,14 @@
 #define BLOCK (HEADS * ROW)
 
 // The 16 keys of a warp, each 4 bytes of scales four times over: for each lane what it takes.
-struct Keys16 {
+struct Tile {
     uint4 values[2][32];
     u32 scales[2][32];
 };
 
 struct Shared {
     u8 query[2][BLOCK];
-    Keys16 tiles[THREADS / 32][DEPTH];
+    Tile tiles[THREADS / 32][DEPTH];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
 
@@ -81,6 +81,18 @@ __device__ inline void multiply(float (&x)[16], const u32* a, u64 b, bool add) {
         : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]), "+f"(x[8]),
           "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+
+__device__ inline uint4 load_16(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
+}
+
+__device__ inline u32 load_byte(u32 from) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+    return v;
 }
 
 __device__ inline void copy_4(u32 to, const void* from, u32 bytes) {
@@ -129,8 +141,8 @@ __device__ inline u32 rest_pair(u32 byte) {
 }
 
 // A row's 16 bytes as the lane's part of eight matrix steps: a[4 * step + which] and a[4 * step + 2 + which].
-__device__ inline void decode(u32* a, int which, const uint4& values, u32 byte, bool large) {
-    const u32 by = scale_pair(byte), rest = rest_pair(byte);
+__device__ inline void decode(u32 (&a)[32], int which, const uint4& values, u32 byte) {
+    const u32 by = scale_pair(byte);
     const u32 words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -139,10 +151,13 @@ __device__ inline void decode(u32* a, int which, const uint4& values, u32 byte, 
 #pragma unroll
         for (int k = 0; k < 4; k++) a[4 * (2 * i + k / 2) + 2 * (k % 2) + which] = product(pairs[k], by);
     }
-    if (large) {
+}
+
+__device__ inline void multiply_by_rest(u32 (&a)[32], const u32 (&bytes)[2]) {
+    u32 rest[2] = {rest_pair(bytes[0]), rest_pair(bytes[1])};
+    asm volatile("" : "+r"(rest[0]), "+r"(rest[1]));  // or they are computed where none is wanted
 #pragma unroll
-        for (int k = 0; k < 16; k++) a[2 * k + which] = product(a[2 * k + which], rest);
-    }
+    for (int k = 0; k < 32; k++) a[k] = product(a[k], rest[k % 2]);
 }
 
 // A thread has the dims of scale thread % 4 of head thread / 4.
@@ -219,21 +234,32 @@ __device__ inline void next_batch(Ahead& a, const Keys& keys, const Seen& seen) 
     a.tile = 0;
 }
 
+// What a lane takes: bytes from the start of a page's values and scales, and of the first tile in shared memory.
+struct Lane {
+    u32 from_values, from_scales, values, scales;
+};
+
 // One group of copies, empty where there are no more tiles.
-__device__ inline void copy_next(Ahead& a, Keys16& to, const Keys& keys, const Seen& seen, int lane) {
+__device__ inline void copy_next(Ahead& a, const Lane& l, u32 ring, const Keys& keys, const Seen& seen, int lane) {
     a.seen >>= 1;
     if (a.tiles > 0) {
         if (a.tile == BATCH) next_batch(a, keys, seen);
+        const u8 *values, *scales;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int which = CANDIDATES ? 2 * a.tile + h : a.tile;
             const int page = __shfl_sync(0xffffffffu, a.now.page, which);
             const int position = CANDIDATES ? __shfl_sync(0xffffffffu, a.now.position, which) : a.column;
-            const u32 row = (position & keys.last_row) + (CANDIDATES ? 0 : h * EIGHT);
             const bool there = (u32)page < (u32)keys.pages;
-            const u8* from = keys.data + (u64)(u32)page * keys.page_stride;
-            copy_16(address(&to.values[h][lane]), from + (row * KEY_BYTES + lane * 16), there ? 16 : 0);
-            copy_4(address(&to.scales[h][lane]), from + (keys.scale_start + row * SCALES + lane / 4 * 4), there ? 4 : 0);
+            if (CANDIDATES || h == 0) {
+                const u32 row = position & keys.last_row;
+                const u8* from = keys.data + (u64)(u32)page * keys.page_stride;
+                values = from + (l.from_values + row * KEY_BYTES), scales = from + (l.from_scales + row * SCALES);
+                asm volatile("" : "+l"(values), "+l"(scales));  // or those of the second eight are not told by these
+            }
+            const u32 eight = CANDIDATES ? 0 : h * EIGHT;
+            copy_16(l.values + ring + h * sizeof(Tile::values[0]), values + eight * KEY_BYTES, there ? 16 : 0);
+            copy_4(l.scales + ring + h * sizeof(Tile::scales[0]), scales + eight * SCALES, there ? 4 : 0);
             if (CANDIDATES && (lane & 1) == h) {
                 const int column = a.column + h * EIGHT + lane / 4;
                 if (position >= 0 && position + lane / 4 < seen.visible && column < seen.end) a.seen |= 1u << (DEPTH - 1);
@@ -285,9 +311,10 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
     ahead.lookup += BATCH * TILE;
     next_batch(ahead, keys, seen);
 
-    Keys16* tiles = s.tiles[thread / 32];
+    const Tile& tile = s.tiles[thread / 32][0];
+    Lane own = {lane * 16u, keys.scale_start + lane / 4 * SCALES, address(&tile.values[0][lane]), address(&tile.scales[0][lane])};
 #pragma unroll
-    for (int d = 0; d < DEPTH; d++) copy_next(ahead, tiles[d], keys, seen, lane);
+    for (u32 d = 0; d < DEPTH; d++) copy_next(ahead, own, d * sizeof(Tile), keys, seen, lane);
 
     store_queries(s, part, thread / 4 < q.heads, thread);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -296,17 +323,18 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
 
     u16* scores = out_scores + token * out_stride;
     u16* best = out_best != nullptr ? out_best + token * best_stride : nullptr;
-    asm volatile("" : "+l"(scores), "+l"(best));  // or their products are computed in every turn
-    int place = 0;
+    int column = start + first + lane / 4 + EIGHT * (j & 1);
+    // Or they are computed again in every turn.
+    asm volatile("" : "+l"(scores), "+l"(best), "+r"(own.from_values), "+r"(own.from_scales), "+r"(own.values), "+r"(own.scales), "+r"(column));
+    u32 ring = 0;
 #pragma unroll 1
-    for (; start < seen.end; start += TILE) {
+    for (; start < seen.end; start += TILE, column += TILE) {
         copies_wait<DEPTH - 1>();
-        Keys16& mine = tiles[place];
         u32 a[32];
-        const u32 scale0 = ((u8*)&mine.scales[0][lane])[j], scale1 = ((u8*)&mine.scales[1][lane])[j];
-        const bool large = __any_sync(0xffffffffu, max(scale0, scale1) > MOST_AT_ONCE);
-        decode(a, 0, mine.values[0][lane], scale0, large);
-        decode(a, 1, mine.values[1][lane], scale1, large);
+        const u32 scales[2] = {load_byte(own.scales + j + ring), load_byte(own.scales + j + ring + sizeof(Tile::scales[0]))};
+        decode(a, 0, load_16(own.values + ring), scales[0]);
+        decode(a, 1, load_16(own.values + ring + sizeof(Tile::values[0])), scales[1]);
+        if (__any_sync(0xffffffffu, max(scales[0], scales[1]) > MOST_AT_ONCE)) multiply_by_rest(a, scales);
 
         float x[16];
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -314,10 +342,9 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
         for (int step = 0; step < DIMS / 16; step++)
             multiply(x, a + 4 * step, query + ((step / 4 * BLOCK + step % 4 * 32) >> 4), step > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        const int column = start + first + lane / 4 + EIGHT * (j & 1);
         const bool counts = CANDIDATES ? ahead.seen & 1 : column < seen.end;
-        copy_next(ahead, mine, keys, seen, lane);
-        place = place + 1 == DEPTH ? 0 : place + 1;
+        copy_next(ahead, own, ring, keys, seen, lane);
+        ring = ring == (DEPTH - 1) * sizeof(Tile) ? 0 : ring + sizeof(Tile);
         matrices_wait(x);
 
         // Rows r and r + 8 of heads 8i + 2j and the next; as they lie they are an operand of the sum over heads.
