@@ -43,7 +43,7 @@ def scoring(*, candidates: bool, ctas: int, depth: int) -> Build:
     return Build("index_scores", "scores", 128, ctas, _HEADS * _RECORD.dim * 2 + depth * 128 * lane_bytes, defines)
 
 
-_ALL = scoring(candidates=False, ctas=5, depth=4)
+_ALL = scoring(candidates=False, ctas=6, depth=4)
 _CANDIDATES = scoring(candidates=True, ctas=5, depth=4)
 _CHOICE = Build(
     "index_choice",
@@ -99,7 +99,7 @@ def index_scores(
 
     As the portable `index_scores`, in bf16, of keys in MXFP4, uint8 `[pages, bytes]`, 16-byte aligned pages with the
     scales behind all values: `queries` `[T, at most 32, 128]`, `scores` `[T, W]`, `best` `[T, >= ceil(W / 8)]`. With
-    `candidates` int64 `[T, B]` a column stands for a position of a block of 8.
+    `candidates` int64 `[T, B]` in place of `best` a column stands for a position of a block of 8.
 
     Raises BackendError for tensors that the kernel would misread.
     """
@@ -226,6 +226,10 @@ def _check(
     columns: int,
 ) -> None:
     """Raise BackendError for what the kernel would misread."""
+    if (best is None) == (candidates is None):
+        raise BackendError(
+            "index_scores_mxfp4 writes the best of every block, or takes candidates: expected one of them; give it"
+        )
     tokens, heads, dim = queries.shape
     narrow = {"queries": queries, "head_weights": head_weights, "scores": scores, "best": best}
     wrong = _misread(narrow, torch.bfloat16, tokens)

@@ -2,7 +2,7 @@
 //
 // scores[t, c] = sum_h weight[t, h] * relu(query[t, h] . key[position of c]), for at most 32 heads of 128 dims. The dot product,
 // its product with the weight and the sum are each rounded to bf16. What a token does not see is not written; a key without a
-// page is zeros. The best of eight columns is NaN where none of them is a number.
+// page is zeros. The best of eight columns is NaN where none of them is a number; candidates have none.
 //
 // Compiled with CANDIDATES (whether columns stand for blocks of positions, or each for itself), CTAS (of this kernel on a
 // multiprocessor), DEPTH (tiles that are on their way at a time) and SHARED_BYTES (what a launch gives) defined.
@@ -260,7 +260,7 @@ __device__ inline void copy_next(Ahead& a, const Lane& l, u32 ring, const Keys& 
             const u32 eight = CANDIDATES ? 0 : h * EIGHT;
             copy_16(l.values + ring + h * sizeof(Tile::values[0]), values + eight * KEY_BYTES, there ? 16 : 0);
             copy_4(l.scales + ring + h * sizeof(Tile::scales[0]), scales + eight * SCALES, there ? 4 : 0);
-            if (CANDIDATES && (lane & 1) == h) {
+            if (CANDIDATES && lane % 4 == h) {
                 const int column = a.column + h * EIGHT + lane / 4;
                 if (position >= 0 && position + lane / 4 < seen.visible && column < seen.end) a.seen |= 1u << (DEPTH - 1);
             }
@@ -322,8 +322,10 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
     const u64 query = operand(address(s.query));
 
     u16* scores = out_scores + token * out_stride;
-    u16* best = out_best != nullptr ? out_best + token * best_stride : nullptr;
+    u16* best = out_best + token * best_stride;
+    // Lanes 4r and 4r + 1 write rows r and r + 8, the others none.
     int column = start + first + lane / 4 + EIGHT * (j & 1);
+    const int own_end = j < 2 ? seen.end : 0;
     // Or they are computed again in every turn.
     asm volatile("" : "+l"(scores), "+l"(best), "+r"(own.from_values), "+r"(own.from_scales), "+r"(own.values), "+r"(own.scales), "+r"(column));
     u32 ring = 0;
@@ -342,7 +344,7 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
         for (int step = 0; step < DIMS / 16; step++)
             multiply(x, a + 4 * step, query + ((step / 4 * BLOCK + step % 4 * 32) >> 4), step > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        const bool counts = CANDIDATES ? ahead.seen & 1 : column < seen.end;
+        const bool counts = CANDIDATES ? ahead.seen & 1 : column < own_end;
         copy_next(ahead, own, ring, keys, seen, lane);
         ring = ring == (DEPTH - 1) * sizeof(Tile) ? 0 : ring + sizeof(Tile);
         matrices_wait(x);
@@ -365,14 +367,14 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
         add_up(sums, terms[0][0], terms[0][1], terms[1][0], terms[1][1]);
         add_up(sums, terms[2][0], terms[2][1], terms[3][0], terms[3][1]);
 
-        // All four lanes of a row have its sum. Lanes 0 and 1 of them stand for rows r and r + 8 from here on.
-        const u32 score = pair_of(j & 1 ? sums[2] : sums[0], 0.0f);
-        if (j < 2 && counts) scores[column] = (u16)score;
-        if (best != nullptr) {
-            float most = counts ? low_of(score) : __int_as_float(0x7fffffff);
+        // All four lanes of a row have its sum.
+        const u32 score = pair_of(sums[0], sums[2]) >> 16 * (j & 1);
+        if (counts) scores[column] = (u16)score;
+#if !CANDIDATES
+        float most = counts ? low_of(score) : __int_as_float(0x7fffffff);
 #pragma unroll
-            for (int other = 4; other < 32; other *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));  // but of NaN
-            if (lane < 2 && column < seen.end) best[(u32)column / EIGHT] = (u16)pair_of(most, 0.0f);
-        }
+        for (int other = 4; other < 32; other *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));  // but of NaN
+        if (counts) best[(u32)column / EIGHT] = (u16)pair_of(most, 0.0f);  // all lanes of an eight the same
+#endif
     }
 }
