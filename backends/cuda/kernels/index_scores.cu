@@ -295,7 +295,7 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
         factors[i] = (head < q.heads ? at[0] : 0) | (head + 1 < q.heads ? at[1] : 0) << 16;
     }
 
-    const int visible = request < 0 ? 0 : (int)min(counted, (i64)0x7fffffff);
+    const int visible = request < 0 ? 0 : (int)max((i64)0, min(counted, (i64)0x7fffffff));
     const int end = CANDIDATES ? (visible > 0 ? num_columns : 0) : min(visible, num_columns);
     const int run = ((u32)(end + TILE - 1) / TILE + splits - 1) / splits * TILE;
     int start = blockIdx.x % splits * run;
