@@ -22,8 +22,9 @@ PADDING = 128
 """Columns, at most, that a row of scores or of best scores has room for beyond its own."""
 _RECORD = INDEX_MXFP4_68
 _HEADS, _TILE, _LEAST_PAGE = 32, 64, 16
-_WAVES = 2
-"""How often as many scoring CTAs as run at a time there are: some end early, where tokens see less than others."""
+_WAVES, _WORTH_A_CTA = 8, 32
+"""How often as many scoring CTAs as run at a time there are, for some tokens see less than others, as long as each has
+so many tiles."""
 _KEYS = 32768
 """Scores that a CTA of the choice holds."""
 _MOST_CHOSEN = 2048
@@ -36,9 +37,10 @@ _LOOKED_AT = 4096
 
 
 def scoring(*, candidates: bool, ctas: int, depth: int) -> Build:
-    """`ctas` on a multiprocessor, each reading `depth` tiles ahead."""
+    """`ctas` on a multiprocessor, each with `depth` tiles on their way."""
     defines = {"CANDIDATES": int(candidates), "CTAS": ctas, "DEPTH": depth}
-    return Build("index_scores", "scores", 128, ctas, _HEADS * _RECORD.dim * 2, defines)
+    lane_bytes = _RECORD.dim // 4 + 2 * _RECORD.scale_bytes
+    return Build("index_scores", "scores", 128, ctas, _HEADS * _RECORD.dim * 2 + depth * 128 * lane_bytes, defines)
 
 
 def choosing(*, threads: int) -> Build:
@@ -50,8 +52,8 @@ def choosing(*, threads: int) -> Build:
     return Build("index_choice", "other", threads, 1024 // threads, held + counted + 32, defines)
 
 
-_ALL = scoring(candidates=False, ctas=4, depth=3)
-_CANDIDATES = scoring(candidates=True, ctas=4, depth=2)
+_ALL = scoring(candidates=False, ctas=6, depth=4)
+_CANDIDATES = scoring(candidates=True, ctas=5, depth=4)
 _CHOICE = choosing(threads=512)
 BUILDS = (_ALL, _CANDIDATES, _CHOICE)
 
@@ -104,7 +106,7 @@ def index_scores(
 
     As the portable `index_scores`, in bf16, of keys in MXFP4, uint8 `[pages, bytes]`, 16-byte aligned pages with the
     scales behind all values: `queries` `[T, at most 32, 128]`, `scores` `[T, W]`, `best` `[T, >= ceil(W / 8)]`. With
-    `candidates` int64 `[T, B]` a column stands for a position of a block of 8.
+    `candidates` int64 `[T, B]` in place of `best` a column stands for a position of a block of 8.
 
     Raises BackendError for tensors that the kernel would misread.
     """
@@ -117,8 +119,7 @@ def index_scores(
         return
     build = _ALL if candidates is None else _CANDIDATES
     kernel = _loaded(build, queries.device.index)
-    tiles = -(-columns // _TILE)
-    splits = min(tiles, max(1, _WAVES * build.ctas_per_sm * kernel.multiprocessors // tokens))
+    splits = _splits(tokens, -(-columns // _TILE), build.ctas_per_sm * kernel.multiprocessors)
     value_bytes = page_size * (_RECORD.bytes - _RECORD.scale_bytes)
     arguments = [
         pointer(queries), int64(queries.stride(0)), int64(queries.stride(1)),
@@ -132,7 +133,7 @@ def index_scores(
         uint32(splits),
     ]  # fmt: skip
     with torch.cuda.device(queries.device):
-        kernel.launch(queries.device, splits * tokens, *arguments)
+        kernel.launch(queries.device, splits * tokens, *arguments, early=True)
 
 
 @torch.library.custom_op("dsv41::index_choice", mutates_args=())
@@ -198,6 +199,12 @@ def _blocks(columns: int) -> int:
     return -(-columns // BLOCK)
 
 
+def _splits(tokens: int, tiles: int, at_once: int) -> int:
+    """CTAs that share a token of so many tiles: those that run at a time, more where each has enough to do."""
+    wave = max(1, at_once // tokens)
+    return min(tiles, max(wave, min(_WAVES * wave, tiles // _WORTH_A_CTA)))
+
+
 def _ranks(
     tokens: int, columns: int, restricted: bool, num_rows: int, num_blocks: int, clusters: Mapping[int, int]
 ) -> int:
@@ -231,6 +238,10 @@ def _check(
     columns: int,
 ) -> None:
     """Raise BackendError for what the kernel would misread."""
+    if (best is None) == (candidates is None):
+        raise BackendError(
+            "index_scores_mxfp4 writes the best of every block, or takes candidates: expected one of them; give it"
+        )
     tokens, heads, dim = queries.shape
     narrow = {"queries": queries, "head_weights": head_weights, "scores": scores, "best": best}
     wrong = _misread(narrow, torch.bfloat16, tokens)

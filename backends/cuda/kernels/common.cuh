@@ -61,17 +61,21 @@ __device__ inline void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
 }
 
-// Arrives when the small copies that this thread has begun are done.
-__device__ inline void barrier_arrive_after_copies(u64* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(barrier)) : "memory");
+// Small copies of a thread, in groups that end one after another. Of a copy the first `bytes` are read, the others are 0.
+__device__ inline void copy_16(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// Small copies of a thread since the last end are one group, and waited for until at most PENDING groups are left.
 __device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
 __device__ inline void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Arrives when the small copies that this thread has begun are done.
+__device__ inline void barrier_arrive_after_copies(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(barrier)) : "memory");
 }
 
 __device__ inline void barrier_wait(u64* barrier, u32 parity) {

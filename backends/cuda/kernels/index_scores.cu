@@ -1,16 +1,19 @@
 // The lightning indexer's scores of MXFP4 keys, and the best score of every eight: sm_90a.
 //
 // scores[t, c] = sum_h weight[t, h] * relu(query[t, h] . key[position of c]), for at most 32 heads of 128 dims. The dot product,
-// its product with the weight and the sum are each rounded to bf16. What a token does not see is not written; a position without
-// a page scores 0. The best of eight columns is NaN where none of them is a number.
+// its product with the weight and the sum are each rounded to bf16. What a token does not see is not written; a key without a
+// page is zeros. The best of eight columns is NaN where none of them is a number; candidates have none.
 //
 // Compiled with CANDIDATES (whether columns stand for blocks of positions, or each for itself), CTAS (of this kernel on a
-// multiprocessor), DEPTH (tiles that are read ahead) and SHARED_BYTES (what a launch gives) defined.
+// multiprocessor), DEPTH (tiles that are on their way at a time) and SHARED_BYTES (what a launch gives) defined.
 //
-// A CTA is one warp group, of which each warp has 16 keys of a tile of 64: two eights of neighbours in a page. Keys are the long side of wgmma and come from
-// registers: lane 4r + j reads 16 bytes of rows r and r + 8, which are the 32 dims of the key's scale j, decodes and scales
-// them, and they are in place for the matrix unit. Which dims a step of the product sums is then given by who holds them; the
-// queries lie in shared memory in that order.
+// A CTA is one warp group and scores a run of tiles of 64 columns of one token, of which each warp has 16: two eights of
+// neighbours in a page. Keys are the long side of wgmma and come from registers: lane 4r + j takes 16 bytes of rows r and r + 8,
+// which are the 32 dims of the key's scale j, decodes and scales them, and they are in place for the matrix unit. Which dims a
+// step of the product sums is then given by who holds them; the queries lie in shared memory in that order.
+//
+// A lane copies into shared memory what it takes, and so waits for nothing but its own copies. Pages are looked up by all lanes
+// of a warp at once, many tiles before their keys are copied.
 //
 // Numbers: e2m1 times any UE8M0 scale is exact in bf16. Sums over dims and over heads are fp32.
 
@@ -29,8 +32,15 @@
 #define ROW 128
 #define BLOCK (HEADS * ROW)
 
+// The 16 keys of a warp, each 4 bytes of scales four times over: for each lane what it takes.
+struct Tile {
+    uint4 values[2][32];
+    u32 scales[2][32];
+};
+
 struct Shared {
     u8 query[2][BLOCK];
+    Tile tiles[THREADS / 32][DEPTH];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
 
@@ -54,18 +64,6 @@ struct Queries {
     int heads;
 };
 
-// Where the two eights of a warp are: their first positions, -1 = none, and pages, -1 = none. Read before the keys are.
-struct Place {
-    int position[2], page[2];
-};
-
-// A lane's rows of a tile, one of each eight, as they lie in the cache, and what was there where they have no page.
-struct Raw {
-    uint4 values[2];
-    u32 scales[2];  // the byte of this lane's dims
-    Place place;
-};
-
 __device__ inline u64 operand(u32 at) {
     const u64 swizzle_128 = 1ull << 62;
     return swizzle_128 | (u64)(8 * ROW >> 4) << 32 | (u64)(BLOCK >> 4) << 16 | (at & 0x3ffff) >> 4;
@@ -83,6 +81,22 @@ __device__ inline void multiply(float (&x)[16], const u32* a, u64 b, bool add) {
         : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]), "+f"(x[8]),
           "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+
+__device__ inline uint4 load_16(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
+}
+
+__device__ inline u32 load_byte(u32 from) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+    return v;
+}
+
+__device__ inline void copy_4(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ inline void matrices_wait(float (&x)[16]) {
@@ -127,8 +141,8 @@ __device__ inline u32 rest_pair(u32 byte) {
 }
 
 // A row's 16 bytes as the lane's part of eight matrix steps: a[4 * step + which] and a[4 * step + 2 + which].
-__device__ inline void decode(u32* a, int which, const uint4& values, u32 byte, bool large) {
-    const u32 by = scale_pair(byte), rest = rest_pair(byte);
+__device__ inline void decode(u32 (&a)[32], int which, const uint4& values, u32 byte) {
+    const u32 by = scale_pair(byte);
     const u32 words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -137,76 +151,123 @@ __device__ inline void decode(u32* a, int which, const uint4& values, u32 byte, 
 #pragma unroll
         for (int k = 0; k < 4; k++) a[4 * (2 * i + k / 2) + 2 * (k % 2) + which] = product(pairs[k], by);
     }
-    if (large) {
-#pragma unroll
-        for (int k = 0; k < 16; k++) a[2 * k + which] = product(a[2 * k + which], rest);
-    }
 }
 
-// Of head thread / 4, the dims of scale thread % 4, each to where a lane's codes meet it: pair k of word i holds its dims
-// 8i + k and 8i + k + 4 and is in step 2i + k / 2, in the half k % 2 of it.
-__device__ inline void store_queries(Shared& s, const Queries& q, int token, int thread) {
-    const int head = thread / 4, j = thread % 4;
-    const bool live = head < q.heads;
-    const uint4* from = (const uint4*)(q.data + token * q.token_stride + (live ? head : 0) * q.head_stride + 32 * j);
+__device__ inline void multiply_by_rest(u32 (&a)[32], const u32 (&bytes)[2]) {
+    u32 rest[2] = {rest_pair(bytes[0]), rest_pair(bytes[1])};
+    asm volatile("" : "+r"(rest[0]), "+r"(rest[1]));  // or they are computed where none is wanted
+#pragma unroll
+    for (int k = 0; k < 32; k++) a[k] = product(a[k], rest[k % 2]);
+}
+
+// A thread has the dims of scale thread % 4 of head thread / 4.
+struct Part {
+    uint4 values[DIMS / SCALES / 8];
+};
+
+__device__ inline Part load_queries(const Queries& q, int token, int thread) {
+    const int head = min(thread / 4, q.heads - 1);
+    const uint4* from = (const uint4*)(q.data + token * q.token_stride + head * q.head_stride + 32 * (thread % 4));
+    Part p;
+#pragma unroll
+    for (int i = 0; i < 4; i++) p.values[i] = from[i];
+    return p;
+}
+
+// Each to where a lane's codes meet it: pair k of word i holds its dims 8i + k and 8i + k + 4 and is in step 2i + k / 2, in the
+// half k % 2 of it.
+__device__ inline void store_queries(Shared& s, const Part& p, bool live, int thread) {
+    const int head = thread / 4;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        uint4 v = from[i];
+        const uint4 v = p.values[i];
         u32 pairs[4] = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632)};
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             int step = 2 * i + k / 2, chunk = (step % 4) * 2 + k % 2;
-            *(u32*)(s.query[step / 4] + head * ROW + ((chunk ^ (head & 7)) * 16) + 4 * j) = live ? pairs[k] : 0;
+            *(u32*)(s.query[step / 4] + head * ROW + ((chunk ^ (head & 7)) * 16) + 4 * (thread % 4)) = live ? pairs[k] : 0;
         }
     }
 }
 
-// What a token sees: positions up to `visible`, columns up to `end`.
+// What a token sees: positions up to `visible`, and of its columns those of this CTA up to `end`.
 struct Seen {
     const int* table;
     const i64* blocks;  // of EIGHT positions, which the columns stand for, -1 = none
     int visible, end;
 };
 
-__device__ inline Place place_of(const Keys& keys, const Seen& seen, int column) {
-    Place p;
-#pragma unroll
-    for (int h = 0; h < 2; h++, column += EIGHT) {
-        const bool live = column < seen.end;
-#if CANDIDATES
-        const i64 block = live ? seen.blocks[(u32)column / EIGHT] : -1;
-        p.position[h] = block >= 0 && block * EIGHT < seen.visible ? (int)block * EIGHT : -1;
-#else
-        p.position[h] = column;
-        if (h == 1) {
-            p.page[1] = p.page[0];
-            break;
-        }
-#endif
-        const int page = (u32)p.position[h] >> keys.page_bits;
-        p.page[h] = live && p.position[h] >= 0 && page < keys.table_width ? seen.table[page] : -1;
-        if (p.page[h] >= keys.pages) p.page[h] = -1;
-    }
+// A warp looks up the page of its 16 rows, or of each eight, and as many lookups as it has lanes at a time.
+#define LOOKUPS (CANDIDATES ? 2 : 1)
+#define BATCH (32 / LOOKUPS)  // tiles
+
+// A lookup: the position of the first row, -1 = not seen, and its page, -1 = none.
+struct Place {
+    int position, page;
+};
+
+__device__ inline i64 block_at(const Seen& seen, int column) { return CANDIDATES && column < seen.end ? seen.blocks[(u32)column / EIGHT] : -1; }
+
+__device__ inline Place look_up(const Keys& keys, const Seen& seen, int column, i64 block) {
+    Place p = {column < seen.end ? column : -1, -1};
+    if (CANDIDATES) p.position = block >= 0 && block * EIGHT < seen.visible ? (int)block * EIGHT : -1;
+    const int page = (u32)p.position >> keys.page_bits;
+    if (p.position >= 0 && page < keys.table_width) p.page = seen.table[page];
     return p;
 }
 
-// Eight rows of values are one run of bytes, 16 a lane, and so are their scales, one a lane.
-__device__ inline void load(Raw& raw, const Keys& keys, const Place& p, int lane) {
-    raw.place = p;
+// What a warp copies next.
+struct Ahead {
+    int tiles, column;  // how many there are, and the warp's first column of the next one
+    int tile;           // of the batch
+    int lookup;         // column of this lane's next lookup
+    Place now, then;    // lookups of this batch and of the next one, and the block of the one after
+    i64 block;
+    u32 seen;  // whether a token sees the row that this lane writes, a bit for each tile on its way: the oldest is lowest
+};
+
+__device__ inline void next_batch(Ahead& a, const Keys& keys, const Seen& seen) {
+    a.now = a.then;
+    a.then = look_up(keys, seen, a.lookup, a.block);
+    a.lookup += BATCH * TILE;
+    a.block = block_at(seen, a.lookup);
+    a.tile = 0;
+}
+
+// What a lane takes: bytes from the start of a page's values and scales, and of the first tile in shared memory.
+struct Lane {
+    u32 from_values, from_scales, values, scales;
+};
+
+// One group of copies, empty where there are no more tiles.
+__device__ inline void copy_next(Ahead& a, const Lane& l, u32 ring, const Keys& keys, const Seen& seen, int lane) {
+    a.seen >>= 1;
+    if (a.tiles > 0) {
+        if (a.tile == BATCH) next_batch(a, keys, seen);
+        const u8 *values, *scales;
 #pragma unroll
-    for (int h = 0; h < (CANDIDATES ? 2 : 1); h++) {
-        if (p.page[h] < 0) continue;  // the same in all lanes
-        const u32 row = p.position[h] & keys.last_row;
-        const u8* page = keys.data + (u64)(u32)p.page[h] * keys.page_stride;
-        const uint4* values = (const uint4*)(page + (row * KEY_BYTES + lane * 16));
-        const u8* bytes = page + (keys.scale_start + row * SCALES + lane);
-        raw.values[h] = __ldg(values);
-        raw.scales[h] = __ldg(bytes);
-#if !CANDIDATES  // both eights are neighbours
-        raw.values[1] = __ldg(values + EIGHT * KEY_BYTES / 16);
-        raw.scales[1] = __ldg(bytes + EIGHT * SCALES);
-#endif
+        for (int h = 0; h < 2; h++) {
+            const int which = CANDIDATES ? 2 * a.tile + h : a.tile;
+            const int page = __shfl_sync(0xffffffffu, a.now.page, which);
+            const int position = CANDIDATES ? __shfl_sync(0xffffffffu, a.now.position, which) : a.column;
+            const bool there = (u32)page < (u32)keys.pages;
+            if (CANDIDATES || h == 0) {
+                const u32 row = position & keys.last_row;
+                const u8* from = keys.data + (u64)(u32)page * keys.page_stride;
+                values = from + (l.from_values + row * KEY_BYTES), scales = from + (l.from_scales + row * SCALES);
+                asm volatile("" : "+l"(values), "+l"(scales));  // or those of the second eight are not told by these
+            }
+            const u32 eight = CANDIDATES ? 0 : h * EIGHT;
+            copy_16(l.values + ring + h * sizeof(Tile::values[0]), values + eight * KEY_BYTES, there ? 16 : 0);
+            copy_4(l.scales + ring + h * sizeof(Tile::scales[0]), scales + eight * SCALES, there ? 4 : 0);
+            if (CANDIDATES && lane % 4 == h) {
+                const int column = a.column + h * EIGHT + lane / 4;
+                if (position >= 0 && position + lane / 4 < seen.visible && column < seen.end) a.seen |= 1u << (DEPTH - 1);
+            }
+        }
+        a.column += TILE, a.tile++, a.tiles--;
     }
+    copies_end();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
@@ -221,25 +282,11 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
     Shared& s = *(Shared*)memory;
     // The `splits` CTAs of a token follow each other in one dimension, for the others end at 65,535.
     const int token = blockIdx.x / splits, thread = threadIdx.x, lane = thread % 32, j = lane % 4;
-    const int first = thread / 32 * 16, stride = splits * TILE;
+    const int first = thread / 32 * 16;
 
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-    const i64 request = requests[token];
-    const int visible = request < 0 ? 0 : (int)min(num_visible[token], (i64)0x7fffffff);
-    Seen seen = {keys.table + request * keys.table_stride, nullptr, visible, min(visible, num_columns)};
-#if CANDIDATES
-    seen.blocks = candidates + token * candidates_stride;
-    seen.end = visible > 0 ? num_columns : 0;
-#endif
-    int start = blockIdx.x % splits * TILE;
-    if (start >= seen.end) return;
-
-    Raw raw[DEPTH] = {};
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) load(raw[d], keys, place_of(keys, seen, start + d * stride + first), lane);
-    Place next = place_of(keys, seen, start + DEPTH * stride + first);
-
-    store_queries(s, q, token, thread);
+    const i64 request = requests[token], counted = num_visible[token];
+    const Part part = load_queries(q, token, thread);
     u32 factors[4];  // of heads 8i + 2j and the next
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -247,65 +294,87 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
         const u16* at = q.weights + token * q.weights_stride + head;
         factors[i] = (head < q.heads ? at[0] : 0) | (head + 1 < q.heads ? at[1] : 0) << 16;
     }
+
+    const int visible = request < 0 ? 0 : (int)max((i64)0, min(counted, (i64)0x7fffffff));
+    const int end = CANDIDATES ? (visible > 0 ? num_columns : 0) : min(visible, num_columns);
+    const int run = ((u32)(end + TILE - 1) / TILE + splits - 1) / splits * TILE;
+    int start = blockIdx.x % splits * run;
+    if (start >= end) return;
+    const Seen seen = {keys.table + request * keys.table_stride, candidates + token * candidates_stride, visible, min(start + run, end)};
+
+    // Lookups of two batches; nothing waits for the second one's pages.
+    Ahead ahead = {(seen.end - start + TILE - 1) / TILE, start + first};
+    ahead.lookup = start + first + (CANDIDATES ? lane / 2 * TILE + lane % 2 * EIGHT : lane * TILE);
+    const i64 block = block_at(seen, ahead.lookup);
+    ahead.block = block_at(seen, ahead.lookup + BATCH * TILE);
+    ahead.then = look_up(keys, seen, ahead.lookup, block);
+    ahead.lookup += BATCH * TILE;
+    next_batch(ahead, keys, seen);
+
+    const Tile& tile = s.tiles[thread / 32][0];
+    Lane own = {lane * 16u, keys.scale_start + lane / 4 * SCALES, address(&tile.values[0][lane]), address(&tile.scales[0][lane])};
+#pragma unroll
+    for (u32 d = 0; d < DEPTH; d++) copy_next(ahead, own, d * sizeof(Tile), keys, seen, lane);
+
+    store_queries(s, part, thread / 4 < q.heads, thread);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     const u64 query = operand(address(s.query));
 
     u16* scores = out_scores + token * out_stride;
-    u16* best = out_best != nullptr ? out_best + token * best_stride : nullptr;
-    asm volatile("" : "+l"(scores), "+l"(best), "+l"(seen.table));  // or their products are computed in every turn
-    while (start < seen.end) {
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            if (start >= seen.end) break;
-            u32 a[32];
-            const Place place = raw[d].place;
-            const bool large = __any_sync(0xffffffffu, max(raw[d].scales[0], raw[d].scales[1]) > MOST_AT_ONCE);
-            decode(a, 0, raw[d].values[0], raw[d].scales[0], large);
-            decode(a, 1, raw[d].values[1], raw[d].scales[1], large);
-            load(raw[d], keys, next, lane);
-            next = place_of(keys, seen, start + (DEPTH + 1) * stride + first);
+    u16* best = out_best + token * best_stride;
+    // Lanes 4r and 4r + 1 write rows r and r + 8, the others none.
+    int column = start + first + lane / 4 + EIGHT * (j & 1);
+    const int own_end = j < 2 ? seen.end : 0;
+    // Or they are computed again in every turn.
+    asm volatile("" : "+l"(scores), "+l"(best), "+r"(own.from_values), "+r"(own.from_scales), "+r"(own.values), "+r"(own.scales), "+r"(column));
+    u32 ring = 0;
+#pragma unroll 1
+    for (; start < seen.end; start += TILE, column += TILE) {
+        copies_wait<DEPTH - 1>();
+        u32 a[32];
+        const u32 scales[2] = {load_byte(own.scales + j + ring), load_byte(own.scales + j + ring + sizeof(Tile::scales[0]))};
+        decode(a, 0, load_16(own.values + ring), scales[0]);
+        decode(a, 1, load_16(own.values + ring + sizeof(Tile::values[0])), scales[1]);
+        if (__any_sync(0xffffffffu, max(scales[0], scales[1]) > MOST_AT_ONCE)) multiply_by_rest(a, scales);
 
-            float x[16];
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        float x[16];
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-            for (int step = 0; step < DIMS / 16; step++)
-                multiply(x, a + 4 * step, query + ((step / 4 * BLOCK + step % 4 * 32) >> 4), step > 0);
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            matrices_wait(x);
+        for (int step = 0; step < DIMS / 16; step++)
+            multiply(x, a + 4 * step, query + ((step / 4 * BLOCK + step % 4 * 32) >> 4), step > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        const bool counts = CANDIDATES ? ahead.seen & 1 : column < own_end;
+        copy_next(ahead, own, ring, keys, seen, lane);
+        ring = ring == (DEPTH - 1) * sizeof(Tile) ? 0 : ring + sizeof(Tile);
+        matrices_wait(x);
 
-            // Rows r and r + 8 of heads 8i + 2j and the next; as they lie they are an operand of the sum over heads.
-            u32 terms[4][2];
+        // Rows r and r + 8 of heads 8i + 2j and the next; as they lie they are an operand of the sum over heads.
+        u32 terms[4][2];
 #pragma unroll
-            for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 4; i++)
 #pragma unroll
-                for (int h = 0; h < 2; h++) terms[i][h] = product(rounded_relu(x[4 * i + 2 * h], x[4 * i + 2 * h + 1]), factors[i]);
-            if (q.heads < HEADS) {  // an infinite key is NaN times the zeros of heads that are none
+            for (int h = 0; h < 2; h++) terms[i][h] = product(rounded_relu(x[4 * i + 2 * h], x[4 * i + 2 * h + 1]), factors[i]);
+        if (q.heads < HEADS) {  // an infinite key is NaN times the zeros of heads that are none
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int head = 8 * i + 2 * j;
-                    const u32 live = (head < q.heads ? 0xffffu : 0) | (head + 1 < q.heads ? 0xffff0000u : 0);
-                    terms[i][0] &= live, terms[i][1] &= live;
-                }
+            for (int i = 0; i < 4; i++) {
+                const int head = 8 * i + 2 * j;
+                const u32 live = (head < q.heads ? 0xffffu : 0) | (head + 1 < q.heads ? 0xffff0000u : 0);
+                terms[i][0] &= live, terms[i][1] &= live;
             }
-            float sums[4] = {0, 0, 0, 0};
-            add_up(sums, terms[0][0], terms[0][1], terms[1][0], terms[1][1]);
-            add_up(sums, terms[2][0], terms[2][1], terms[3][0], terms[3][1]);
-
-            // All four lanes of a row have its sum. Lanes 0 and 1 of them stand for rows r and r + 8 from here on.
-            const bool second = j & 1;
-            const int column = start + first + lane / 4 + EIGHT * second;
-            const int eight = second ? place.position[1] : place.position[0], page = second ? place.page[1] : place.page[0];
-            const bool counts = CANDIDATES ? eight >= 0 && eight + lane / 4 < visible && column < seen.end : column < seen.end;
-            const u32 score = page < 0 ? 0 : pair_of(second ? sums[2] : sums[0], 0.0f) & 0xffff;
-            if (j < 2 && counts) scores[column] = (u16)score;
-            if (best != nullptr) {
-                float most = counts ? low_of(score) : __int_as_float(0x7fffffff);
-#pragma unroll
-                for (int other = 4; other < 32; other *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));  // but of NaN
-                if (lane < 2 && column < seen.end) best[(u32)column / EIGHT] = (u16)(pair_of(most, 0.0f) & 0xffff);
-            }
-            start += stride;
         }
+        float sums[4] = {0, 0, 0, 0};
+        add_up(sums, terms[0][0], terms[0][1], terms[1][0], terms[1][1]);
+        add_up(sums, terms[2][0], terms[2][1], terms[3][0], terms[3][1]);
+
+        // All four lanes of a row have its sum.
+        const u32 score = pair_of(sums[0], sums[2]) >> 16 * (j & 1);
+        if (counts) scores[column] = (u16)score;
+#if !CANDIDATES
+        float most = counts ? low_of(score) : __int_as_float(0x7fffffff);
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));  // but of NaN
+        if (counts) best[(u32)column / EIGHT] = (u16)pair_of(most, 0.0f);  // all lanes of an eight the same
+#endif
     }
 }

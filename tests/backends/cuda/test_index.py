@@ -243,7 +243,7 @@ def scoring(
             candidates[token, places] = there.sort().values
     width = columns if columns is not None else most if blocks is None else blocks * BLOCK
     request, counts = (torch.tensor(x, device=device) for x in zip(*visible, strict=True))
-    best = unwritten(tokens, -(-width // BLOCK), device)
+    best = unwritten(tokens, -(-width // BLOCK), device) if blocks is None else None
     return Scoring(queries, weights, pages, request, counts, candidates, cache, unwritten(tokens, width, device), best)
 
 
@@ -298,8 +298,7 @@ def agree_on_scores(case: Scoring, repeats: int = 0) -> None:
         wrong = ((found[seen].double() - exact).abs() <= room).logical_not() & ordinary
         assert not wrong.any(), (token, positions[seen][wrong][:5], found[seen][wrong][:5], exact[wrong][:5])
         if case.best is not None:
-            end = min(visible, columns) if candidates is None else columns if visible > 0 else 0
-            blocks = -(-end // BLOCK)
+            blocks = -(-min(visible, columns) // BLOCK)
             assert torch.equal(
                 *(x[:blocks].nan_to_num(7.0, INF, -INF) for x in (case.best[token], best_of(found, seen)))
             )
@@ -324,7 +323,6 @@ def agree_on_scores(case: Scoring, repeats: int = 0) -> None:
         ("pages", lambda x: x.long()),
         ("token_request", lambda x: x.int()),
         ("num_visible", lambda x: x[:2]),
-        ("candidates", lambda x: torch.zeros(3, 8).long()[:, ::2]),
         ("scores", lambda x: x.half()),
         ("best", lambda x: x[:, :-1]),
         ("best", lambda x: x[:2]),
@@ -344,6 +342,15 @@ def test_a_cache_that_scores_would_misread_is_refused(change: dict[str, int]) ->
         index.index_scores(*arguments, case.cache.data, change["page_size"], case.scores, case.best)
     with refused(BackendError, "data"):
         index.index_scores(*arguments, case.cache.data[:, 8:], 16, case.scores, case.best)
+
+
+def test_scores_have_a_best_of_every_block_or_candidates() -> None:
+    case, restricted = scoring("cpu", [(0, 70)] * 3, heads=4), scoring("cpu", [(0, 70)] * 3, heads=4, blocks=8)
+    for wrong in (replace(case, best=None), replace(restricted, best=case.best)):
+        with refused(BackendError, "the best of every block, or takes candidates"):
+            wrong.run()
+    with refused(BackendError, "was given candidates"):
+        replace(restricted, candidates=torch.zeros(3, 16).long()[:, ::2]).run()
 
 
 RAGGED = [(0, 131), (1, 0), (1, 1), (0, 130), (-1, 0), (2, 77), (1, 64)]
@@ -393,8 +400,24 @@ def test_emulated_scores_in_fewer_or_more_columns(columns: int, blocks: int | No
 
 
 @without_gpu
-def test_emulated_scores_of_many_tiles(emulated_gpu: EmulatedGPU) -> None:
-    agree_on_scores(scoring("cpu", [(0, 700)] * 3, heads=2))
+@pytest.mark.parametrize(("visible", "blocks"), [(700, None), (4500, None), (2600, 330)])
+def test_emulated_scores_of_many_tiles(
+    visible: int, blocks: int | None, emulated_gpu: EmulatedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long ones in one run, of which the pages are looked up in several batches."""
+    monkeypatch.setattr(index, "_WAVES", 1)
+    emulated_gpu.resize(4 if visible == 700 else 0)
+    for seed in range(2):
+        emulated_gpu.schedule(seed)
+        agree_on_scores(scoring("cpu", [(0, visible)] * (3 if visible == 700 else 1), heads=2, blocks=blocks))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tiles", "expected"),
+    [(1, 5, 5), (1, 1024, 792), (1, 10**6, 6336), (32, 256, 24), (32, 1024, 32), (32, 16384, 192), (1000, 64, 2)],
+)
+def test_a_tokens_tiles_are_shared_by_as_many_ctas_as_have_enough_to_do(tokens: int, tiles: int, expected: int) -> None:
+    assert index._splits(tokens, tiles, at_once=6 * 132) == expected
 
 
 @on_hopper
