@@ -105,8 +105,9 @@ def index_scores(
     of every 8 columns, NaN where none is a number.
 
     As the portable `index_scores`, in bf16, of keys in MXFP4, uint8 `[pages, bytes]`, 16-byte aligned pages with the
-    scales behind all values: `queries` `[T, at most 32, 128]`, `scores` `[T, W]`, `best` `[T, >= ceil(W / 8)]`. With
-    `candidates` int64 `[T, B]` in place of `best` a column stands for a position of a block of 8.
+    scales behind all values: `queries` `[T, at most 32, 128]`, `scores` `[T, W]`, `best` `[T, >= ceil(W / 8)]`
+    or None where nobody asks for them. With `candidates` int64 `[T, B]`, and no `best`, a column stands for a position
+    of a block of 8.
 
     Raises BackendError for tensors that the kernel would misread.
     """
@@ -238,9 +239,9 @@ def _check(
     columns: int,
 ) -> None:
     """Raise BackendError for what the kernel would misread."""
-    if (best is None) == (candidates is None):
+    if best is not None and candidates is not None:
         raise BackendError(
-            "index_scores_mxfp4 writes the best of every block, or takes candidates: expected one of them; give it"
+            "index_scores_mxfp4 writes the best of every block, or takes candidates: expected one of them, not both"
         )
     tokens, heads, dim = queries.shape
     narrow = {"queries": queries, "head_weights": head_weights, "scores": scores, "best": best}

@@ -2,7 +2,7 @@
 //
 // scores[t, c] = sum_h weight[t, h] * relu(query[t, h] . key[position of c]), for at most 32 heads of 128 dims. The dot product,
 // its product with the weight and the sum are each rounded to bf16. What a token does not see is not written; a key without a
-// page is zeros. The best of eight columns is NaN where none of them is a number; candidates have none.
+// page is zeros. The best of eight columns is NaN where none of them is a number; candidates have none, nor need others.
 //
 // Compiled with CANDIDATES (whether columns stand for blocks of positions, or each for itself), CTAS (of this kernel on a
 // multiprocessor), DEPTH (tiles that are on their way at a time) and SHARED_BYTES (what a launch gives) defined.
@@ -374,7 +374,7 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
         float most = counts ? low_of(score) : __int_as_float(0x7fffffff);
 #pragma unroll
         for (int other = 4; other < 32; other *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));  // but of NaN
-        if (counts) best[(u32)column / EIGHT] = (u16)pair_of(most, 0.0f);  // all lanes of an eight the same
+        if (counts && out_best != nullptr) best[(u32)column / EIGHT] = (u16)pair_of(most, 0.0f);  // all lanes of an eight the same
 #endif
     }
 }
