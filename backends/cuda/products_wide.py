@@ -32,8 +32,7 @@ _PITCH = ROWS + 4
 
 # What a plan goes by, in cycles of a multiprocessor: estimates, see docs/performance.md, "Products by wgmma".
 _CACHE, _REMOTE, _OWN = 24, 16, 64
-"""Bytes a cycle that a multiprocessor gets from the L2 cache when all ask for them, and from shared memory, that of others
-of its cluster and its own, where sums are added up."""
+"""Bytes a cycle that a multiprocessor gets: of the L2 cache when all ask, of another's shared memory, of its own."""
 _CHAIN = 600
 """Of a step of one warp group, beside its matrix instructions, from its wait for weights to the next."""
 _BEGINS, _RANK = 3000, 300
@@ -52,9 +51,13 @@ class WideBuild(Build):
     def groups(self) -> int:
         return self.own_defines["GROUPS"]
 
+    @property
+    def stages(self) -> int:
+        return self.own_defines["STAGES"]
+
     def shared(self, bands: int, slices: int) -> int:
         """Bytes of shared memory of a CTA: barriers, and activations and weights, or the sums that take their place."""
-        activations = self.own_defines["STAGES"] * self.tokens * STEP * 2
+        activations = self.stages * self.tokens * STEP * 2
         weights = bands * slices * _WARPS * self.own_defines["DEPTH"] * _SLOT
         return _BARRIERS + max(activations + weights, bands * self.tokens * _PITCH * 4)
 
@@ -77,33 +80,39 @@ def build_for(tokens: int) -> WideBuild:
 
 @cache
 def plan(build: WideBuild, tokens: int, rows: int, columns: int, groups: int, room: Room) -> Plan:
-    """The plan that takes the fewest cycles: for each step of a CTA, the most of what bytes, matrix instructions and the
-    chain of one group take, and adding up. As `Plan` says, with warp groups for warps."""
-    all_bands, steps, tiles = -(-rows // ROWS), columns // STEP, -(-tokens // build.tokens)
-    live = min(tokens, build.tokens)
-    found: list[tuple[float, Plan]] = []
-    for ranks in range(1, min(MOST_RANKS, steps) + 1):
-        at_a_time = room.multiprocessors if ranks == 1 else room.clusters[ranks - 2]
-        for bands in range(1, min(build.groups, all_bands) + 1) if at_a_time else ():
-            matrices = 2 * build.tokens  # of a group's step
-            moved = (bands * ROWS * STEP + live * STEP * 2) / _CACHE
-            sums = bands * ROWS * live * 4
-            clusters = -(-all_bands // bands)
-            turns = -(-clusters * tiles * groups // at_a_time)
-            ends = _BEGINS + sums / ranks / _OWN
-            if ranks > 1:
-                ends += ranks * _RANK + sums * (ranks - 1) / ranks / _REMOTE
-            for slices in range(1, min(build.groups // bands, steps // ranks) + 1):
-                step = max(bands * matrices, moved, (_CHAIN + matrices) / slices)
-                cycles = -(-steps // ranks) * step + ends + 2 * slices * sums / _OWN / bands
-                found.append((turns * cycles, Plan(clusters, bands, ranks, slices)))
-    return min(found, key=lambda each: each[0])[1]
+    """The one of the fewest cycles. As `Plan` says, with warp groups for warps."""
+    all_bands, steps = -(-rows // ROWS), columns // STEP
+    possible = (
+        Plan(-(-all_bands // bands), bands, ranks, slices)
+        for ranks in range(1, min(MOST_RANKS, steps) + 1)
+        if ranks == 1 or room.clusters[ranks - 2]
+        for bands in range(1, min(build.groups, all_bands) + 1)
+        for slices in range(1, min(build.groups // bands, steps // ranks, build.stages // 2) + 1)
+        if build.stages % slices == 0  # else slices would meet at a stage's barrier
+    )
+    return min(possible, key=lambda each: cycles(each, build, tokens, columns, groups, room))
+
+
+def cycles(chosen: Plan, build: WideBuild, tokens: int, columns: int, groups: int, room: Room) -> float:
+    """Of a multiprocessor: for each step of a CTA the most of what its bytes, its matrix instructions and the chain of
+    one group take, and adding up."""
+    bands, ranks, slices, live = chosen.bands, chosen.ranks, chosen.slices, min(tokens, build.tokens)
+    matrices = 2 * build.tokens  # of a group's step
+    moved = (bands * ROWS * STEP + live * STEP * 2) / _CACHE
+    step = max(bands * matrices, moved, (_CHAIN + matrices) / slices)
+    sums = bands * ROWS * live * 4
+    ends = _BEGINS + (2 * slices / bands + 1 / ranks) * sums / _OWN
+    if ranks > 1:
+        ends += ranks * _RANK + sums * (ranks - 1) / ranks / _REMOTE
+    at_a_time = room.multiprocessors if ranks == 1 else room.clusters[ranks - 2]
+    turns = -(-chosen.clusters * -(-tokens // build.tokens) * groups // at_a_time)
+    return turns * (-(-(columns // STEP) // ranks) * step + ends)
 
 
 @torch.library.custom_op("dsv41::products_wide", mutates_args=("out",))
 def products_wide(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> None:
-    """What `products` computes, for more tokens and any multiple of 128 columns, from tensors of the same form. A weight
-    past the range of bf16, which takes a scale byte of 247 or more, is infinite.
+    """What `products` computes, for more tokens and any multiple of 128 columns, from tensors of the same form. A
+    weight past the range of bf16, which takes a scale byte of 247 or more, is infinite.
 
     Weights are read before the launch ahead of this one in the stream has ended, so that one must not write them.
 
@@ -118,32 +127,38 @@ def products_wide(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) 
     tokens, groups, columns = x.shape
     if tokens == 0:
         return
-    build, rows, steps = build_for(tokens), len(weight) // groups, columns // STEP
-    tiles = -(-tokens // build.tokens)
-    # By torch and not of the backend's workspace, since products on side streams may run beside each other.
-    packed = x.new_empty(groups * tiles * build.tokens * columns)
+    build = build_for(tokens)
     with torch.cuda.device(x.device):
-        loaded(PACK, x.device.index).launch(
-            x.device,
-            (-(-tokens * steps * 4 // PACK.threads), 1, groups),
-            pointer(x), int64(x.stride(0) * 2), int64(x.stride(1) * 2), int32(tokens), int32(steps),
-            int32(build.tokens), pointer(packed),
-            early=True,
-        )  # fmt: skip
-        kernel = loaded(build, x.device.index)
-        chosen = plan(build, tokens, rows, columns, groups, kernel.room)
-        share, extra = divmod(steps, chosen.ranks)
-        kernel.launch(
-            x.device,
-            (1, chosen.clusters * tiles, groups),
-            pointer(weight), pointer(weight_scale), int32(rows), int32(columns), int32(chosen.bands),
-            int32(chosen.slices), int32(share), int32(extra), pointer(packed), int32(tokens),
-            pointer(out), int64(out.stride(0)), int32(out.dtype == torch.float32),
-            ranks=chosen.ranks,
-            block=((chosen.bands * chosen.slices + 1) * 128, 1, 1),
-            shared_bytes=build.shared(chosen.bands, chosen.slices),
-            early=True,
-        )  # fmt: skip
+        room = loaded(build, x.device.index).room
+        chosen = plan(build, tokens, len(weight) // groups, columns, groups, room)
+        launch(build, chosen, x, weight, weight_scale, out)
+
+
+def launch(build: WideBuild, chosen: Plan, x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> None:
+    """`products_wide` by this build and plan."""
+    tokens, groups, columns = x.shape
+    steps, tiles = columns // STEP, -(-tokens // build.tokens)
+    # Not from the backend's workspace, since products on side streams may run beside each other.
+    packed = x.new_empty(groups * tiles * build.tokens * columns)
+    loaded(PACK, x.device.index).launch(
+        x.device,
+        (-(-tokens * steps * 4 // PACK.threads), 1, groups),
+        pointer(x), int64(x.stride(0) * 2), int64(x.stride(1) * 2), int32(tokens), int32(steps), int32(build.tokens),
+        pointer(packed),
+        early=True,
+    )  # fmt: skip
+    share, extra = divmod(steps, chosen.ranks)
+    loaded(build, x.device.index).launch(
+        x.device,
+        (1, chosen.clusters * tiles, groups),
+        pointer(weight), pointer(weight_scale), int32(len(weight) // groups), int32(columns), int32(chosen.bands),
+        int32(chosen.slices), int32(share), int32(extra), pointer(packed), int32(tokens),
+        pointer(out), int64(out.stride(0)), int32(out.dtype == torch.float32),
+        ranks=chosen.ranks,
+        block=((chosen.bands * chosen.slices + 1) * 128, 1, 1),
+        shared_bytes=build.shared(chosen.bands, chosen.slices),
+        early=True,
+    )  # fmt: skip
 
 
 def misread(x: Tensor, weight: Tensor, weight_scale: Tensor | None, out: Tensor) -> list[str]:

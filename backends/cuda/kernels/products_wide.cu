@@ -33,8 +33,7 @@
 #define PITCH (ROWS + 4)      // of a token's sums, with which two tokens of a thread's four are 8 banks apart
 
 static_assert(TOKENS == 64 || TOKENS == 128, "another matrix instruction");
-// A slice keeps a stage until its next one is there, and all slices take turns.
-static_assert(STAGES > GROUPS && 2 * STAGES * 8 <= BARRIERS, "too few or too many stages");
+static_assert(2 * STAGES * 8 <= BARRIERS, "too many stages");
 
 // Instructions
 
@@ -116,7 +115,8 @@ __device__ inline void widen(u32 (&a)[8], u32 upper, u32 lower, u32 next_upper, 
 }
 
 // The grid is (ranks of a cluster, clusters of a group's rows x tiles of tokens, groups). The cluster's ranks have `share`
-// steps each, and the first `extra` of them one more. Behind the groups of warps that multiply is one warp that copies.
+// steps each, and the first `extra` of them one more. `slices` divide STAGES, so that a stage is always the same slice's, and
+// are less, since a slice keeps a stage until its next one is there. Behind the groups of warps that multiply is one warp that copies.
 extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1) products_wide(
     const u8* weights,    // [groups * rows, columns]
     const u8* scales,     // [ceil(groups * rows / 32), columns / 32]
