@@ -18,14 +18,14 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from dsv41.backends.cuda import hopper, index, nvrtc, products
+from dsv41.backends.cuda import hopper, index, nvrtc, products, products_wide
 from dsv41.backends.cuda.build import ARCH, TARGET, Build
 from dsv41.backends.cuda.choice import HOPPER, Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend
 from dsv41.backends.portable import aot, variants
 from dsv41.errors import BackendError
 
-BUILDS: tuple[Build, ...] = (*hopper.BUILDS, *index.BUILDS, *products.BUILDS)
+BUILDS: tuple[Build, ...] = (*hopper.BUILDS, *index.BUILDS, *products.BUILDS, *products_wide.ALL_BUILDS)
 _PREFIX = "ours:"
 _MATRIX = re.compile(r"\b[HIQ]G?MMA\.")
 
@@ -108,7 +108,7 @@ def _meet(meeting: dict[str, Any]) -> dict[str, Any]:
     ours = {spec.num_heads for spec in meeting["specs"] if HOPPER in choice.kernels(spec.num_heads)}
     builds: set[Build] = {build for heads in ours for build in hopper.builds_for(heads)}
     if choice.ours:
-        builds.update(products.BUILDS)
+        builds.update(products.BUILDS + products_wide.ALL_BUILDS)
         if any(spec.owns_selection for spec in meeting["specs"]):
             builds.update(index.BUILDS)
     triton_builds = variants.meet(**meeting, make=partial(DryFlashMLA, target))

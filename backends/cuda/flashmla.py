@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv41.backends.cuda import hopper, index, products
+from dsv41.backends.cuda import hopper, index, products, products_wide
 from dsv41.backends.cuda.build import TARGET, why_not
 from dsv41.backends.cuda.choice import FLASHMLA, HOPPER, PORTABLE, Choice
 from dsv41.backends.cuda.index_choices import ChoicesOnHopper
@@ -102,7 +102,8 @@ class FlashMLABackend(ChoicesOnHopper, ProjectsOnHopper, Overlapping):
         if self.device.type != "cuda" or self.arch != TARGET:
             return Choice.read(self.arch, f"it is built for {TARGET} GPUs, this is {self.arch} on {self.device.type}")
         choice = Choice.read(self.arch, why_not(hopper.BUILDS))
-        return Choice.read(self.arch, why_not((*index.BUILDS, *products.BUILDS))) if choice.ours else choice
+        others = (*index.BUILDS, *products.BUILDS, *products_wide.ALL_BUILDS)
+        return Choice.read(self.arch, why_not(others)) if choice.ours else choice
 
     @cached_property
     def library(self) -> Any:

@@ -22,9 +22,9 @@ _COLUMNS = 128
 """Of which a row must have a multiple."""
 _LANES = 32
 """That keep the scales of a warp, a step each."""
-_MOST_SHARED = 227 << 10
+MOST_SHARED = 227 << 10
 """Bytes of shared memory that a CTA can have."""
-_MOST_RANKS = 8
+MOST_RANKS = 8
 _IN_FLIGHT = 1 << 16
 """Bytes that keep a multiprocessor's share of the memory busy."""
 _MOST_STEPS = 64
@@ -77,7 +77,7 @@ def build(tokens: int, *, tiles: int, warps: int, step: int, depth: int, ctas_pe
         "TOKENS": tokens, "TILES": tiles, "MOST_WARPS": warps, "STEP": step, "DEPTH": depth,
         "MOST_STEPS": _MOST_STEPS, "CTAS_PER_SM": ctas_per_sm,
     }  # fmt: skip
-    return ProductsBuild("products", "gemm", warps * 32, ctas_per_sm, _MOST_SHARED, defines)
+    return ProductsBuild("products", "gemm", warps * 32, ctas_per_sm, MOST_SHARED, defines)
 
 
 # Chosen by a sweep on one H200, as are the plans below.
@@ -103,8 +103,8 @@ def build_for(tokens: int) -> ProductsBuild:
 def most_columns(tokens: int) -> int:
     """What a cluster holds the activations of. Raises as `build_for` does."""
     build = build_for(tokens)
-    steps = next(n for n in range(build.steps, 0, -1) if build.shared(tokens, 1, n) <= _MOST_SHARED)
-    return _MOST_RANKS * min(steps, _LANES) * build.step
+    steps = next(n for n in range(build.steps, 0, -1) if build.shared(tokens, 1, n) <= MOST_SHARED)
+    return MOST_RANKS * min(steps, _LANES) * build.step
 
 
 @dataclass(frozen=True)
@@ -152,14 +152,14 @@ def plan(build: ProductsBuild, tokens: int, rows: int, columns: int, groups: int
     all_bands, steps, step = -(-rows // build.rows), columns // build.step, build.step * build.rows
     needed = min(build.warps, _IN_FLIGHT // (build.depth * step))
     found: list[tuple[int, Plan]] = []
-    for ranks in range(1, _MOST_RANKS + 1):
+    for ranks in range(1, MOST_RANKS + 1):
         for slices in range(1, build.warps + 1):
             share, extra = divmod(steps, ranks * slices)
             longest = slices * share + min(extra, slices)
             if not share or share + (extra > 0) > _LANES or longest > build.steps:
                 continue
             for bands in range(1, min(build.warps // slices, all_bands) + 1):
-                if build.shared(tokens, bands * slices, longest) > _MOST_SHARED:
+                if build.shared(tokens, bands * slices, longest) > MOST_SHARED:
                     continue
                 clusters = -(-all_bands // bands)
                 turns = -(-clusters * groups * ranks // room.multiprocessors)
@@ -201,7 +201,7 @@ def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> No
         return
     rows = len(weight) // groups
     with torch.cuda.device(x.device):
-        kernel = _loaded(build, x.device.index)
+        kernel = loaded(build, x.device.index)
         chosen = plan(build, tokens, rows, columns, groups, kernel.room)
         share, extra = divmod(columns // build.step, chosen.ranks * chosen.slices)
         steps = chosen.slices * share + min(extra, chosen.slices)
@@ -223,6 +223,11 @@ def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> No
 
 def misread(x: Tensor, weight: Tensor, weight_scale: Tensor | None, out: Tensor) -> list[str]:
     """The names of what `products` would misread."""
+    return misread_with(most_columns(len(x)), x, weight, weight_scale, out)
+
+
+def misread_with(most: int, x: Tensor, weight: Tensor, weight_scale: Tensor | None, out: Tensor) -> list[str]:
+    """The names of what a kernel of that form would misread that takes at most so many columns."""
     groups, columns = x.shape[1:]
     wrong = []
     if x.dtype != torch.bfloat16 or x.stride(2) != 1 or any(at % 8 for at in (*x.stride()[:2], _elements(x))):
@@ -233,7 +238,7 @@ def misread(x: Tensor, weight: Tensor, weight_scale: Tensor | None, out: Tensor)
         or weight.data_ptr() % 16
         or weight.shape[1] != columns
         or columns % _COLUMNS
-        or columns > most_columns(len(x))
+        or columns > most
         or len(weight) % (groups * _TILE)
         or weight.numel() >= 1 << 32
     ):
@@ -268,13 +273,13 @@ def _elements(x: Tensor) -> int:
 class _Kernel:
     """A build, loaded on one device."""
 
-    def __init__(self, build: ProductsBuild, device: int) -> None:
+    def __init__(self, build: Build, device: int) -> None:
         kernel = Kernel(build.kernel, build.cubin(), device, build.threads, build.shared_bytes)
         self.launch = kernel.launch
-        clusters = tuple(kernel.most_clusters(ranks) for ranks in range(2, _MOST_RANKS + 1))
+        clusters = tuple(kernel.most_clusters(ranks) for ranks in range(2, MOST_RANKS + 1))
         self.room = Room(kernel.multiprocessors, clusters)
 
 
 @cache
-def _loaded(build: ProductsBuild, device: int) -> _Kernel:
+def loaded(build: Build, device: int) -> _Kernel:
     return _Kernel(build, device)

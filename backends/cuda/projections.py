@@ -1,11 +1,11 @@
-"""Projections of few tokens by our products for Hopper, and of all others by the portable kernels."""
+"""Projections of up to 256 tokens by our products for Hopper, and of more by the portable kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dsv41.backends.cuda import products
+from dsv41.backends.cuda import products, products_wide
 from dsv41.backends.portable.backend import Codes, PortableBackend
 from dsv41.backends.portable.weights import Matrix
 from dsv41.hal.types import LayerState
@@ -36,12 +36,11 @@ class ProjectsOnHopper(PortableBackend):
 
     def multiply_on_hopper(self, x: Tensor, matrix: Matrix, out: Tensor) -> None:
         """`x` `[N, groups, in]` by `matrix` into `out` `[N, groups * rows]`."""
-        products.products(x, matrix.data, matrix.scale, out)
+        multiply = products.products if len(x) < products_wide.FEWEST_TOKENS else products_wide.products_wide
+        multiply(x, matrix.data, matrix.scale, out)
 
     def _takes(self, x: Tensor, matrix: Matrix, out: Tensor) -> bool:
-        return (
-            self.multiplies_on_hopper
-            and len(x) <= products.MOST_TOKENS
-            and matrix.block == products.BLOCK
-            and not products.misread(x, matrix.data, matrix.scale, out)
-        )
+        if not self.multiplies_on_hopper or len(x) > products_wide.MOST_TOKENS or matrix.block != products.BLOCK:
+            return False
+        misread = products.misread if len(x) < products_wide.FEWEST_TOKENS else products_wide.misread
+        return not misread(x, matrix.data, matrix.scale, out)

@@ -88,6 +88,13 @@ __device__ inline void barrier_wait(u64* barrier, u32 parity) {
         "}\n" ::"r"(address(barrier)), "r"(parity) : "memory");
 }
 
+// Of a thread of a warp group, all of which come here.
+template <int N>
+__device__ inline void set_registers(bool more) {
+    if (more) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
 __device__ inline u32 pair_of(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

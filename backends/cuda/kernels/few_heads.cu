@@ -78,12 +78,6 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
 
 // Instructions
 
-template <int N>
-__device__ inline void set_registers(bool more) {
-    if (more) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-
 __device__ inline void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),

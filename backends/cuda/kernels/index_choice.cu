@@ -227,7 +227,7 @@ index_choice(const u16* scores, i64 scores_stride, const u16* best, i64 best_str
     Shared& s = *(Shared*)memory;
     const u32 ranks = cluster_size(), rank = cluster_rank();
     const int token = blockIdx.x / ranks, thread = threadIdx.x;
-    asm volatile("griddepcontrol.launch_dependents;");
+    let_next_launch_begin();
     for (int i = thread; i < TURNS * (BINS + EIGHT); i += THREADS) s.counts[0][i] = 0;
     if (thread < BINS) s.before[thread] = 0;
     if (thread == 0) {
@@ -236,7 +236,7 @@ index_choice(const u16* scores, i64 scores_stride, const u16* best, i64 best_str
     }
     __syncthreads();
     if (ranks > 1) cluster_arrive_relaxed(), cluster_wait();  // all have barriers
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_launch_ahead();
 
     const bool whole = all_candidates == nullptr, publishes = out_blocks != nullptr;
     const i64 visible = max(num_visible[token], (i64)0);

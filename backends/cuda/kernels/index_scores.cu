@@ -284,7 +284,8 @@ index_scores(const u16* queries, i64 queries_token, i64 queries_head, const u16*
     const int token = blockIdx.x / splits, thread = threadIdx.x, lane = thread % 32, j = lane % 4;
     const int first = thread / 32 * 16;
 
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+    let_next_launch_begin();
+    wait_for_launch_ahead();
     const i64 request = requests[token], counted = num_visible[token];
     const Part part = load_queries(q, token, thread);
     u32 factors[4];  // of heads 8i + 2j and the next

@@ -80,12 +80,6 @@ static_assert(DIMS == 512 && SCALE_BYTES == 8 && ROW_BYTES == CODED + 2 * (DIMS 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch gives less");
 static_assert(sizeof(Ends) <= sizeof(Raw), "one takes the place of the other");
 
-template <int N>
-__device__ inline void set_registers(bool more) {
-    if (more) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-
 __device__ inline void copy_8(u32 to, const void* from, u32 bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }

@@ -19,24 +19,20 @@
 //
 // Numbers: weights are exact in bf16, and so are products in fp32, which sums are in.
 
-#include "common.cuh"
+#include "products.cuh"
 
 #define CHUNKS (STEP / 64)
-#define ALL 0xffffffffu
 #define LANES (STEP / 8)     // that copy a step of a token
 #define ROWS (TILES * 16)    // of a band
 #define BLOCKS (TOKENS / 8)
-#define COPY (32 * 16)       // bytes that the lanes of a warp copy by one instruction
 #define STAGE (CHUNKS * TILES * 2 * COPY)
 #define PITCH (STEP * 2 + 16)  // of a token's activations of a step: an odd number of 16, so tokens side by side share no bank
 #define SUMS (ROWS + 4)      // of a token, with which two tokens of a thread's four are 8 banks apart
-#define PARTS_AT_ONCE 4
 
 static_assert(STEP == 64 || STEP == 128, "columns come by steps");
 static_assert(MOST_STEPS % 2 == 0, "what follows their barriers is read 16 bytes at a time");
 
 // Instructions
-
 
 // 2 or 4 bytes.
 template <int BYTES>
@@ -55,23 +51,6 @@ __device__ inline void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// A row is read to its end, so the memory may be asked for more of it.
-__device__ inline void copy_weights(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ inline uint4 load_shared_4(u32 from) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
-    return v;
-}
-
-__device__ inline float4 load_remote_4(u32 from) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
-    return v;
-}
-
 __device__ inline void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
@@ -79,20 +58,6 @@ __device__ inline void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32
 }
 
 // Weights as bf16
-
-// Two e4m3 bytes of a word over 2^120: each widened to 16 bits with its sign, then moved to where the fields of a bf16 are.
-__device__ inline u32 widened(u32 word, bool upper) {
-    u32 wide;
-    if (upper) asm("prmt.b32 %0, %1, 0, 0xb3a2;" : "=r"(wide) : "r"(word));
-    else asm("prmt.b32 %0, %1, 0, 0x9180;" : "=r"(wide) : "r"(word));
-    return (wide << 4) & 0x87f087f0u;
-}
-
-__device__ inline u32 scaled(u32 pair, u32 by) {
-    u32 product;
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
-    return product;
-}
 
 // Twice the power of two whose exponent is one byte of a word, 0 for a byte of 0.
 __device__ inline u32 power_pair(u32 word, u32 which) {

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from dsv41.backends.cuda import index, nvrtc, products
+from dsv41.backends.cuda import index, nvrtc, products, products_wide
 from dsv41.backends.cuda.aot import BUILDS
 from dsv41.compile import BUDGET, Budget, Row
 from dsv41.config import DeepseekV41Config
@@ -55,7 +55,7 @@ def test_our_kernels_keep_to_the_budget_and_are_kept(worker: Worker) -> None:
         figures = first["figures"]
         assert figures == second["figures"]
         assert figures["shared_bytes"] == build.shared_bytes
-        assert 32 < figures["registers"] <= 65536 // (build.threads * build.ctas_per_sm)
+        assert 16 < figures["registers"] <= 65536 // (build.threads * build.ctas_per_sm)
         assert figures["spill_bytes"] == 0
         assert (build.kind != "other") <= figures["matrix"] < figures["code_bytes"] // 16  # an instruction is 16 bytes
         row = Row(variant["name"], variant["target"], variant["kind"], figures)
@@ -66,7 +66,7 @@ def test_our_kernels_keep_to_the_budget_and_are_kept(worker: Worker) -> None:
 def test_products_and_index_choices_are_met_unless_another_kernel_is_named(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = [build.name for build in (*index.BUILDS, *products.BUILDS)]
+    ours = [build.name for build in (*index.BUILDS, *products.BUILDS, *products_wide.ALL_BUILDS)]
     names = met(worker, "sm_90", 8, max_len=8192)
     assert [name for name in names if name in ours] == ours
     assert not any(name.startswith("block_maxima") for name in names)

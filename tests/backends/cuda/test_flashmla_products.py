@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from dsv41.backends.cuda import products
+from dsv41.backends.cuda import products, products_wide
 from dsv41.backends.cuda.build import Build
 from dsv41.backends.cuda.choice import Choice
 from dsv41.backends.cuda.flashmla import FlashMLABackend
@@ -50,7 +50,8 @@ class Multiplies(FlashMLABackend):
 
     def multiply_on_hopper(self, x: Tensor, matrix: Matrix, out: Tensor) -> None:
         assert matrix.scale is not None
-        assert not products.misread(x, matrix.data, matrix.scale, out)
+        kernel = products if len(x) < 33 else products_wide
+        assert not kernel.misread(x, matrix.data, matrix.scale, out)
         self.rows.append(matrix.rows)
         out.copy_(grouped_linear(x, weight_of(matrix)))
 
@@ -105,7 +106,7 @@ def multiply(backend: Multiplies, checkpoint: Checkpoint, tokens: int, **options
         assert relative_error(found[name](x), expected[name](x)) < 1e-2, name
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", [1, 32, 33, 256])
 def test_all_products_of_few_tokens_are_ours(checkpoint: Checkpoint, tokens: int) -> None:
     backend = Multiplies()
     multiply(backend, checkpoint, tokens)
@@ -118,7 +119,7 @@ def test_all_products_of_few_tokens_are_ours(checkpoint: Checkpoint, tokens: int
 
 def test_more_tokens_are_the_portable_kernels(checkpoint: Checkpoint) -> None:
     backend = Multiplies()
-    multiply(backend, checkpoint, 65)
+    multiply(backend, checkpoint, 257)
     assert backend.rows == []
 
 
@@ -168,4 +169,12 @@ def test_what_cannot_be_compiled_is_said_where_it_was_asked_for(monkeypatch: pyt
     backend.device = torch.device("cuda")
     with pytest.raises(ValueError, match="does not run here \\(a reason\\)"):
         FlashMLABackend.read_choice(backend)
-    assert asked == ["few_heads", "many_heads", "index_scores", "index_choice", "products"]
+    assert asked == [
+        "few_heads",
+        "many_heads",
+        "index_scores",
+        "index_choice",
+        "products",
+        "products_pack",
+        "products_wide",
+    ]

@@ -52,6 +52,25 @@ H200 = Room(132, (66, 39, 30, 22, 21, 14, 15))
 """As measured with one CTA on a multiprocessor, the clusters of 6 and 7 estimated."""
 
 
+MISREAD: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+    ("x", lambda x: x.float()),
+    ("x", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    ("x", lambda x: torch.zeros(3, 2, 388).bfloat16()[:, :, :384]),
+    ("x", lambda x: torch.zeros(3 * 2 * 384 + 1).bfloat16()[1:].view(3, 2, 384)),
+    ("weight", lambda x: x.view(torch.int8)),
+    ("weight", lambda x: x[:, :256]),
+    ("weight", lambda x: x[:-8]),
+    ("weight", lambda x: x.repeat(1, 2)[:, ::2]),
+    ("weight_scale", lambda x: x.float()),
+    ("weight_scale", lambda x: x[1:]),
+    ("weight_scale", lambda x: x.t().contiguous().t()),
+    ("out", lambda x: x.half()),
+    ("out", lambda x: x[:, :-16]),
+    ("out", lambda x: torch.zeros(3, 162).bfloat16()[:, :160]),
+]
+"""Of the arguments that `call` makes."""
+
+
 # Anywhere
 
 
@@ -129,25 +148,7 @@ def call(
     return {"x": x, "weight": weight, "weight_scale": scale, "out": out}
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("x", lambda x: x.float()),
-        ("x", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
-        ("x", lambda x: torch.zeros(3, 2, 388).bfloat16()[:, :, :384]),
-        ("x", lambda x: torch.zeros(3 * 2 * 384 + 1).bfloat16()[1:].view(3, 2, 384)),
-        ("weight", lambda x: x.view(torch.int8)),
-        ("weight", lambda x: x[:, :256]),
-        ("weight", lambda x: x[:-8]),
-        ("weight", lambda x: x.repeat(1, 2)[:, ::2]),
-        ("weight_scale", lambda x: x.float()),
-        ("weight_scale", lambda x: x[1:]),
-        ("weight_scale", lambda x: x.t().contiguous().t()),
-        ("out", lambda x: x.half()),
-        ("out", lambda x: x[:, :-16]),
-        ("out", lambda x: torch.zeros(3, 162).bfloat16()[:, :160]),
-    ],
-)
+@pytest.mark.parametrize(("name", "change"), MISREAD)
 def test_what_the_kernel_would_misread_is_refused(name: str, change: Callable[[Tensor], Tensor]) -> None:
     arguments = call()
     arguments[name] = change(arguments[name])
@@ -177,17 +178,17 @@ def exact(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> Tenso
     return torch.einsum("tgk,grk->tgr", x.double(), rows).reshape(out.shape)
 
 
-def agree(arguments: dict[str, Tensor], repeats: int = 0) -> None:
+def agree(arguments: dict[str, Tensor], repeats: int = 0, multiply: Callable[..., None] = products) -> None:
     """With float64, and with itself."""
     out = arguments["out"]
-    products(**arguments)
+    multiply(**arguments)
     expected = exact(**arguments)
     assert out.isfinite().all()
     worst = 3e-5 if out.dtype == torch.float32 else 3e-3  # the matrix unit adds with fewer bits than fp32 has
     assert float((out.double() - expected).norm() / expected.norm()) < worst
     again = dict(arguments, out=torch.full_like(out, math.nan))
     for _ in range(repeats):
-        products(**again)
+        multiply(**again)
         assert torch.equal(again["out"], out)
 
 
@@ -227,6 +228,10 @@ def test_subnormal_codes_count(tokens: int) -> None:
 @on_hopper
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_launches_of_a_graph_wait_for_each_other(tokens: int) -> None:
+    wait_for_each_other(tokens, products)
+
+
+def wait_for_each_other(tokens: int, multiply: Callable[..., None]) -> None:
     """Each reads what the one ahead wrote."""
     first = on_gpu(tokens, (1, 5120, 1280), scales=(118, 118))
     second = on_gpu(tokens, (1, 1280, 5120), scales=(118, 118))
@@ -234,8 +239,8 @@ def test_launches_of_a_graph_wait_for_each_other(tokens: int) -> None:
     def chain() -> None:
         for _ in range(6):
             second["x"] = first["out"].unsqueeze(1)
-            products(**first)
-            products(**second)
+            multiply(**first)
+            multiply(**second)
             first["x"].copy_(second["out"].unsqueeze(1) * 2.0**-4)
 
     start = first["x"].clone()
