@@ -1,4 +1,4 @@
-"""Products of at most 64 tokens with block-scaled fp8 weights on Hopper: the launch of `kernels/products.cu`."""
+"""Products of at most 32 tokens with block-scaled fp8 weights on Hopper: the launch of `kernels/products.cu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv41.backends.cuda.build import Build
 from dsv41.backends.cuda.launch import Kernel, int32, int64, pointer
 from dsv41.errors import BackendError
 
-MOST_TOKENS = 64
+MOST_TOKENS = 32
 BLOCK = (32, 32)
 """Rows and columns that share a scale."""
 _TILE = 16
@@ -85,12 +85,11 @@ BUILDS = (
     build(8, tiles=1, warps=16, step=128, depth=3, ctas_per_sm=2),
     build(16, tiles=1, warps=16, step=128, depth=4),
     build(32, tiles=1, warps=16, step=128, depth=2),
-    build(64, tiles=2, warps=12, step=64, depth=2),
 )
 
 
 def build_for(tokens: int) -> ProductsBuild:
-    """Raises BackendError for more than 64 tokens."""
+    """Raises BackendError for more than 32 tokens."""
     for each in BUILDS:
         if tokens <= each.tokens:
             return each
@@ -131,11 +130,11 @@ class Room:
 _MEASURED: dict[tuple[int, int, int, int], Plan] = {
     (tokens, *shape): Plan(*chosen)
     for shape, by_tokens in {
-        (1, 1792, 5120): {8: (112, 1, 1, 12), 16: (56, 2, 2, 4), 32: (28, 4, 4, 2), 64: (14, 4, 8, 2)},
-        (1, 32768, 1280): {8: (256, 8, 1, 2), 16: (128, 16, 1, 1), 32: (128, 16, 1, 1), 64: (128, 8, 1, 1)},
-        (1, 4096, 1280): {8: (86, 3, 1, 5), 16: (64, 4, 1, 2), 32: (64, 4, 1, 3), 64: (19, 7, 4, 1)},
-        (8, 1024, 4096): {8: (16, 4, 1, 4), 16: (8, 8, 2, 1), 32: (8, 8, 2, 2), 64: (3, 11, 4, 1)},
-        (1, 5120, 8192): {8: (54, 6, 4, 2), 16: (27, 12, 4, 1), 32: (30, 11, 4, 1), 64: (15, 11, 8, 1)},
+        (1, 1792, 5120): {8: (112, 1, 1, 12), 16: (56, 2, 2, 4), 32: (28, 4, 4, 2)},
+        (1, 32768, 1280): {8: (256, 8, 1, 2), 16: (128, 16, 1, 1), 32: (128, 16, 1, 1)},
+        (1, 4096, 1280): {8: (86, 3, 1, 5), 16: (64, 4, 1, 2), 32: (64, 4, 1, 3)},
+        (8, 1024, 4096): {8: (16, 4, 1, 4), 16: (8, 8, 2, 1), 32: (8, 8, 2, 2)},
+        (1, 5120, 8192): {8: (54, 6, 4, 2), 16: (27, 12, 4, 1), 32: (30, 11, 4, 1)},
     }.items()
     for tokens, chosen in by_tokens.items()
 }
@@ -180,14 +179,14 @@ def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> No
     group g by its own rows: summed in fp32, in the same order in every call, and rounded once.
 
     `weight` holds e4m3 codes (OCP, uint8, no NaN), `weight_scale` `[ceil(G * M / 32), K / 32]` UE8M0 bytes of blocks
-    of 32 x 32. N is at most 64, K a multiple of 128 and at most `most_columns(N)`, M a multiple of 16. Tokens and
+    of 32 x 32. N is at most 32, K a multiple of 128 and at most `most_columns(N)`, M a multiple of 16. Tokens and
     groups of `x` lie multiples of 8 elements apart, tokens of `out` multiples of 4, both from an address on of which
     that is true; the rest is contiguous.
 
     Weights are read before the launch ahead of this one in the stream has ended, so that one must not write them; nor
     must those before it, back to one that did not begin early itself (`portable/early.py`).
 
-    Raises BackendError for more than 64 tokens, and for tensors that the kernel would misread.
+    Raises BackendError for more than 32 tokens, and for tensors that the kernel would misread.
     """
     build = build_for(len(x))
     if wrong := misread(x, weight, weight_scale, out):

@@ -1,4 +1,4 @@
-"""Products of up to 256 tokens with block-scaled fp8 weights on Hopper: the launches of `kernels/products_pack.cu` and
+"""Products of 33 to 256 tokens with block-scaled fp8 weights on Hopper: the launches of `kernels/products_pack.cu` and
 `kernels/products_wide.cu`."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build(tokens: int, *, stages: int, depth: int, groups: int = 4) -> WideBuild
     return WideBuild("products_wide", "gemm", (groups + 1) * 128, 1, MOST_SHARED, defines)
 
 
-BUILDS = (build(64, stages=8, depth=6), build(128, stages=6, depth=6))
+BUILDS = (build(64, stages=8, depth=4), build(128, stages=6, depth=4))
 PACK = Build("products_pack", "other", 256, 1, 0, {})
 ALL_BUILDS: tuple[Build, ...] = (PACK, *BUILDS)
 

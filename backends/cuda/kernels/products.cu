@@ -1,6 +1,6 @@
 // Products of few tokens in bf16 and e4m3 weights with a power of two for each block of 32 x 32: sm_90a.
 //
-// Compiled with TOKENS (8, 16, 32 or 64, the most of a call), TILES (of 16 rows of weights that a warp has), MOST_WARPS,
+// Compiled with TOKENS (8, 16 or 32, the most of a call), TILES (of 16 rows of weights that a warp has), MOST_WARPS,
 // STEP (64 or 128 columns), DEPTH (steps of weights that a warp has in flight), MOST_STEPS (of a CTA) and CTAS_PER_SM defined.
 //
 // Few tokens are bound by reading the weights once. A warp has a band of rows and a slice of the columns, and a ring of

@@ -235,6 +235,8 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1) products_w
     if (ranks > 1) cluster_meet();
     else meet(warps * 32);
 
+    wait_for_launch_ahead();  // which has ended, or there were no activations; now this thread may write too
+
     // Warps of all CTAs take turns at tokens, a lane four rows.
     int live_rows = min(bands * ROWS, rows - first_row);
     for (int token = rank * warps + warp; token < live_tokens; token += ranks * warps) {
