@@ -70,15 +70,16 @@ class Choice:
 
     @property
     def ours(self) -> bool:
-        """Whether products of few tokens with fp8 weights, index scores of MXFP4 keys and the choices by them are ours,
-        and independent chains of captured steps run side by side: where our kernels are there, and no other was named.
-        All three were measured to be faster at every size (docs/performance.md)."""
+        """Whether products of few tokens with fp8 weights, index scores of MXFP4 keys and the choices by them are ours:
+        where our kernels are there, and no other was named. They were measured to be faster at every size
+        (docs/performance.md)."""
         return self.missing is None and self.named in (None, HOPPER)
 
     @property
     def max_tokens_for_overlap(self) -> int:
-        """That of the backend."""
-        return MOST_OVERLAPPING if self.ours else 0
+        """That of the backend: only where HOPPER is named, until replays were seen on a GPU to be eager steps again
+        since scores wait for the index keys of a branch (docs/performance.md)."""
+        return MOST_OVERLAPPING if self.ours and self.named == HOPPER else 0
 
     def kernels(self, num_heads: int) -> set[str]:
         """Of all calls with so many heads."""

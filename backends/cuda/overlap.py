@@ -60,9 +60,10 @@ class Overlapping(PortableBackend):
         with self._beside(self.queries, len(qr)):
             return super().project_queries(qr, codes, layer, positions)
 
-    def _score(self, *given: Any) -> None:
-        self.rows.join()
-        super()._score(*given)
+    def _index_queries(self, inputs: AttnInputs, layer: LayerState) -> tuple[Tensor, Tensor]:
+        queries = super()._index_queries(inputs, layer)
+        self.rows.join()  # here, since whatever scores comes next, and reads the keys
+        return queries
 
     def _beside(self, fork: Fork, tokens: int) -> AbstractContextManager[None]:
         return fork.branch() if tokens <= self.max_tokens_for_overlap and fork.is_open else nullcontext()

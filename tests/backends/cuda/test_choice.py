@@ -45,7 +45,7 @@ def test_all_else_is_ours_too_unless_another_kernel_is_named(monkeypatch: pytest
     for kernel, ours in (("", True), ("flashmla", False), ("portable", False), ("hopper", True)):
         monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", kernel)
         assert Choice.read("sm_90", None).ours == ours
-        assert Choice.read("sm_90", None).max_tokens_for_overlap == (256 if ours else 0)
+        assert Choice.read("sm_90", None).max_tokens_for_overlap == (256 if kernel == "hopper" else 0)
     monkeypatch.delenv("DSV41_FLASHMLA_KERNEL")
     assert not Choice.read("sm_100", MISSING).ours
     assert Choice.read("sm_100", MISSING).max_tokens_for_overlap == 0

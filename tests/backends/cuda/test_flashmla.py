@@ -267,7 +267,7 @@ def test_padding_gives_zeros_whatever_it_holds_and_spoils_nothing(
 
 def test_captured_steps_overlap_as_the_choice_of_kernels_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend(FlashMLA()).max_tokens_for_overlap == 0
-    monkeypatch.setattr(OnCpu, "read_choice", lambda self: Choice("sm_90", None))
+    monkeypatch.setattr(OnCpu, "read_choice", lambda self: Choice("sm_90", None, "hopper"))
     assert backend(FlashMLA()).max_tokens_for_overlap == 256
 
 

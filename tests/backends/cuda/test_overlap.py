@@ -121,6 +121,22 @@ def test_what_branches_read_is_held_until_they_are_joined(dyadic: Path) -> None:
 
 
 @ON_CPU
+def test_rows_are_joined_before_a_choice_of_any_backend(dyadic: Path) -> None:
+    """One that scores by kernels of its own finds every key written."""
+    joined = []
+
+    class ChoosesItself(Overlapped):
+        def _choose(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+            joined.append(not self.rows._branched)
+            return super()._choose(*given)
+
+    streams = Streams("rows", "queries")
+    step(dyadic, streams, layers=(1,), kind=ChoosesItself)
+    assert "rows waits for main" in streams.log
+    assert joined == [True]
+
+
+@ON_CPU
 def test_rows_are_joined_where_all_are_chosen(dyadic: Path) -> None:
     """Then nothing is scored, and nobody waits for the keys before attention does."""
     streams = Streams("rows", "queries")
