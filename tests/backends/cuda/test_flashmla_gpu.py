@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True, params=["auto", "hopper", "flashmla"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What the table says, which on Hopper are our kernels, these with branches of captured steps, and FlashMLA's own."""
+    """What the table says, which on Hopper are our kernels; these with branches of captured steps; FlashMLA's own."""
     pytest.importorskip("flash_mla", exc_type=ImportError)
     monkeypatch.setenv("DSV41_FLASHMLA_KERNEL", request.param)
     with torch.no_grad():
