@@ -17,9 +17,10 @@ MOST_OURS = 64
 
 _EVER = 1 << 62
 # By architecture, for at most so many heads: the kernel for at most so many tokens. Typed by hand from
-# docs/performance.md. "Few heads on one H200": 0.40 to 0.72 of the time of FlashMLA, which pads to 64 heads, at 1 to
-# 512 tokens. "Up to 64 heads on one H200": 0.53 to 0.87 of its time at 1 to 512 tokens, 0.66 at 4096; its kernel for
-# prefill takes 0.94 of ours there, and gathers rows in bf16 first. "Attention of the portable backend on one H200":
+# docs/performance.md. "Few heads on one H200": 0.37 to 0.67 of the time of FlashMLA, which pads to 64 heads, at 1 to
+# 512 tokens. "Up to 64 heads on one H200": 0.51 to 0.80 of its time at 1 to 512 tokens, 0.66 at 4096; its kernel for
+# prefill takes 2.3 times ours there with the gather of random rows, and 0.81 of ours for one request's chunk.
+# "Attention of the portable backend on one H200":
 # FlashMLA is faster than the portable kernels at every size, by 1.07 at 32 tokens with 16 heads to 2.08 at 128 with 64.
 # Head counts over 64 and SM100 were not measured.
 _TABLES: dict[str, dict[int, dict[int, str]]] = {
@@ -79,7 +80,7 @@ class Choice:
     def max_tokens_for_overlap(self) -> int:
         """That of the backend: only where HOPPER is named, until replays were seen on a GPU to be eager steps again
         since scores wait for the index keys of a branch (docs/performance.md)."""
-        return MOST_OVERLAPPING if self.ours and self.named == HOPPER else 0
+        return MOST_OVERLAPPING if self.named == HOPPER else 0
 
     def kernels(self, num_heads: int) -> set[str]:
         """Of all calls with so many heads."""

@@ -16,10 +16,10 @@ from dsv41.errors import BackendError
 MOST_TOKENS = 32
 BLOCK = (32, 32)
 """Rows and columns that share a scale."""
-_TILE = 16
-"""Rows of a matrix instruction."""
-_COLUMNS = 128
-"""Of which a row must have a multiple."""
+_ROWS = 16
+"""Of a band: those of a matrix instruction."""
+_STEP = 128
+"""Columns that are read at a time, of which a row must have a multiple."""
 _LANES = 32
 """That keep the scales of a warp, a step each."""
 MOST_SHARED = 227 << 10
@@ -35,24 +35,16 @@ wait for the slowest and fetch its sums: one microsecond and a half."""
 
 
 class ProductsBuild(Build):
-    """For at most so many `tokens`: bands of `rows` for a warp, at most so many `warps`, each with `depth` steps of
-    `step` columns in flight, and at most so many `steps` of a CTA."""
+    """For at most so many `tokens`: at most so many `warps`, each with `depth` steps of a band in flight, and at most
+    so many `steps` of a CTA."""
 
     @property
     def tokens(self) -> int:
         return self.own_defines["TOKENS"]
 
     @property
-    def rows(self) -> int:
-        return self.own_defines["TILES"] * _TILE
-
-    @property
     def warps(self) -> int:
         return self.own_defines["MOST_WARPS"]
-
-    @property
-    def step(self) -> int:
-        return self.own_defines["STEP"]
 
     @property
     def depth(self) -> int:
@@ -64,28 +56,23 @@ class ProductsBuild(Build):
 
     def shared(self, tokens: int, warps: int, steps: int) -> int:
         """Bytes of shared memory of a CTA: barriers, and weights and activations, or the sums that take their place."""
-        weights = warps * self.depth * self.rows * self.step
+        weights = warps * self.depth * _ROWS * _STEP
         # 16 bytes more a token and step, so that tokens that are read together start in different banks.
-        activations = steps * (tokens if self.tokens == 8 else self.tokens) * (self.step * 2 + 16)
-        sums = warps * self.tokens * (self.rows + 4) * 4
+        activations = steps * (tokens if self.tokens == 8 else self.tokens) * (_STEP * 2 + 16)
+        sums = warps * self.tokens * (_ROWS + 4) * 4
         return -(-self.steps * 8 // 16) * 16 + max(weights + activations, sums)
 
 
-def build(tokens: int, *, tiles: int, warps: int, step: int, depth: int, ctas_per_sm: int = 1) -> ProductsBuild:
-    """With `tiles` of 16 rows a warp, and registers for `ctas_per_sm`."""
+def build(tokens: int, *, depth: int, warps: int = 16, ctas_per_sm: int = 1) -> ProductsBuild:
+    """With registers for `ctas_per_sm`."""
     defines = {
-        "TOKENS": tokens, "TILES": tiles, "MOST_WARPS": warps, "STEP": step, "DEPTH": depth,
-        "MOST_STEPS": _MOST_STEPS, "CTAS_PER_SM": ctas_per_sm,
+        "TOKENS": tokens, "MOST_WARPS": warps, "DEPTH": depth, "MOST_STEPS": _MOST_STEPS, "CTAS_PER_SM": ctas_per_sm,
     }  # fmt: skip
     return ProductsBuild("products", "gemm", warps * 32, ctas_per_sm, MOST_SHARED, defines)
 
 
 # Chosen by a sweep on one H200, as are the plans below.
-BUILDS = (
-    build(8, tiles=1, warps=16, step=128, depth=3, ctas_per_sm=2),
-    build(16, tiles=1, warps=16, step=128, depth=4),
-    build(32, tiles=1, warps=16, step=128, depth=2),
-)
+BUILDS = (build(8, depth=3, ctas_per_sm=2), build(16, depth=4), build(32, depth=2))
 
 
 def build_for(tokens: int) -> ProductsBuild:
@@ -103,7 +90,7 @@ def most_columns(tokens: int) -> int:
     """What a cluster holds the activations of. Raises as `build_for` does."""
     build = build_for(tokens)
     steps = next(n for n in range(build.steps, 0, -1) if build.shared(tokens, 1, n) <= MOST_SHARED)
-    return MOST_RANKS * min(steps, _LANES) * build.step
+    return MOST_RANKS * min(steps, _LANES) * _STEP
 
 
 @dataclass(frozen=True)
@@ -148,7 +135,7 @@ def plan(build: ProductsBuild, tokens: int, rows: int, columns: int, groups: int
     measured = _MEASURED.get((build.tokens, groups, rows, columns))
     if measured is not None and room.multiprocessors == 132 and all(room.clusters):
         return measured
-    all_bands, steps, step = -(-rows // build.rows), columns // build.step, build.step * build.rows
+    all_bands, steps, step = -(-rows // _ROWS), columns // _STEP, _STEP * _ROWS
     needed = min(build.warps, _IN_FLIGHT // (build.depth * step))
     found: list[tuple[int, Plan]] = []
     for ranks in range(1, MOST_RANKS + 1):
@@ -163,12 +150,12 @@ def plan(build: ProductsBuild, tokens: int, rows: int, columns: int, groups: int
                 clusters = -(-all_bands // bands)
                 turns = -(-clusters * groups * ranks // room.multiprocessors)
                 weights = (share + (extra > 0)) * step * max(needed, bands * slices)
-                moved = _BEGINS + weights + longest * build.step * 2 * tokens
+                moved = _BEGINS + weights + longest * _STEP * 2 * tokens
                 if ranks > 1:
                     if not (at_a_time := room.clusters[ranks - 2]):
                         continue
                     turns = max(turns, -(-clusters * groups // at_a_time))
-                    moved += bands * build.rows * tokens * 4 + ranks * _RANK
+                    moved += bands * _ROWS * tokens * 4 + ranks * _RANK
                 found.append((turns * moved, Plan(clusters, bands, ranks, slices)))
     return min(found, key=lambda each: each[0])[1]
 
@@ -202,7 +189,7 @@ def products(x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> No
     with torch.cuda.device(x.device):
         kernel = loaded(build, x.device.index)
         chosen = plan(build, tokens, rows, columns, groups, kernel.room)
-        share, extra = divmod(columns // build.step, chosen.ranks * chosen.slices)
+        share, extra = divmod(columns // _STEP, chosen.ranks * chosen.slices)
         steps = chosen.slices * share + min(extra, chosen.slices)
         arguments = [
             pointer(weight), pointer(weight_scale), int32(rows), int32(columns), int32(share), int32(extra),
@@ -236,9 +223,9 @@ def misread_with(most: int, x: Tensor, weight: Tensor, weight_scale: Tensor | No
         or not weight.is_contiguous()
         or weight.data_ptr() % 16
         or weight.shape[1] != columns
-        or columns % _COLUMNS
+        or columns % _STEP
         or columns > most
-        or len(weight) % (groups * _TILE)
+        or len(weight) % (groups * _ROWS)
         or weight.numel() >= 1 << 32
     ):
         wrong.append("weight")

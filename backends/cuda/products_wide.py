@@ -14,8 +14,6 @@ from dsv41.backends.cuda.launch import int32, int64, pointer
 from dsv41.backends.cuda.products import MOST_RANKS, MOST_SHARED, Plan, Room, loaded, misread_with
 from dsv41.errors import BackendError
 
-FEWEST_TOKENS = 33
-"""From which on these products are taken, and not `products`."""
 MOST_TOKENS = 256
 ROWS = 64
 """Of a warp group's band."""

@@ -36,11 +36,11 @@ class ProjectsOnHopper(PortableBackend):
 
     def multiply_on_hopper(self, x: Tensor, matrix: Matrix, out: Tensor) -> None:
         """`x` `[N, groups, in]` by `matrix` into `out` `[N, groups * rows]`."""
-        multiply = products.products if len(x) < products_wide.FEWEST_TOKENS else products_wide.products_wide
+        multiply = products.products if len(x) <= products.MOST_TOKENS else products_wide.products_wide
         multiply(x, matrix.data, matrix.scale, out)
 
     def _takes(self, x: Tensor, matrix: Matrix, out: Tensor) -> bool:
         if not self.multiplies_on_hopper or len(x) > products_wide.MOST_TOKENS or matrix.block != products.BLOCK:
             return False
-        misread = products.misread if len(x) < products_wide.FEWEST_TOKENS else products_wide.misread
+        misread = products.misread if len(x) <= products.MOST_TOKENS else products_wide.misread
         return not misread(x, matrix.data, matrix.scale, out)

@@ -16,6 +16,7 @@
 // Numbers: rows are exact in bf16, whatever their scale; scores and sums are fp32; weights are bf16.
 
 #include "common.cuh"
+#include "e4m3.cuh"
 
 #define CODED 448
 #define GROUP 128  // threads of a warp group
@@ -242,26 +243,6 @@ __device__ inline void copy_row(Raw& raw, const Place& place, const Cache& windo
     u32 all = __ballot_sync(0xffffffffu, live);
     if (lane == 0) raw.live[thread / 32] = all;
 }
-
-// Two e4m3 bytes of a word as two bf16, over 2^120: each widened to 16 bits with its sign, then moved to where the fields
-// of a bf16 are.
-__device__ inline u32 widened(u32 word, bool upper) {
-    u32 wide;
-    if (upper) asm("prmt.b32 %0, %1, 0, 0xb3a2;" : "=r"(wide) : "r"(word));
-    else asm("prmt.b32 %0, %1, 0, 0x9180;" : "=r"(wide) : "r"(word));
-    return (wide << 4) & 0x87f087f0u;
-}
-
-__device__ inline u32 scaled(u32 pair, u32 scales) {
-    u32 product;
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(scales));
-    return product;
-}
-
-// 2^(byte - 7), which puts the 2^120 back, and the rest where that is no bf16: both twice.
-#define MOST_AT_ONCE 134
-__device__ inline u32 scale_pair(u32 byte) { return (min(byte, MOST_AT_ONCE) + 120) * 0x00800080u; }
-__device__ inline u32 rest_pair(u32 byte) { return (max(byte, MOST_AT_ONCE) - MOST_AT_ONCE + 127) * 0x00800080u; }
 
 // Stores a lane's part of a row, whose place in the first block of the tile is `row`.
 __device__ inline void widen_row(const uint4 (&chunks)[CHUNKS], u64 scales, u32 row, int in_eight, int lane) {

@@ -1,9 +1,9 @@
 // Products of few tokens in bf16 and e4m3 weights with a power of two for each block of 32 x 32: sm_90a.
 //
-// Compiled with TOKENS (8, 16 or 32, the most of a call), TILES (of 16 rows of weights that a warp has), MOST_WARPS,
-// STEP (64 or 128 columns), DEPTH (steps of weights that a warp has in flight), MOST_STEPS (of a CTA) and CTAS_PER_SM defined.
+// Compiled with TOKENS (8, 16 or 32, the most of a call), MOST_WARPS, DEPTH (steps of weights that a warp has in flight),
+// MOST_STEPS (of a CTA) and CTAS_PER_SM defined. A step is 128 columns.
 //
-// Few tokens are bound by reading the weights once. A warp has a band of rows and a slice of the columns, and a ring of
+// Few tokens are bound by reading the weights once. A warp has a band of 16 rows and a slice of the columns, and a ring of
 // steps of them in shared memory. Each lane copies the 16 bytes of a row that its own registers take in the matrix
 // instructions (m16n8k16, 16 rows of weights and 8 tokens), so no thread waits for another's, and there are no conflicts.
 // (Loads into registers instead were waited for together, since a warp has six counters for what is under way, not one a load.)
@@ -21,34 +21,23 @@
 
 #include "products.cuh"
 
+#define STEP 128
 #define CHUNKS (STEP / 64)
 #define LANES (STEP / 8)     // that copy a step of a token
-#define ROWS (TILES * 16)    // of a band
+#define ROWS 16              // of a band
 #define BLOCKS (TOKENS / 8)
-#define STAGE (CHUNKS * TILES * 2 * COPY)
+#define STAGE (CHUNKS * 2 * COPY)
 #define PITCH (STEP * 2 + 16)  // of a token's activations of a step: an odd number of 16, so tokens side by side share no bank
 #define SUMS (ROWS + 4)      // of a token, with which two tokens of a thread's four are 8 banks apart
 
-static_assert(STEP == 64 || STEP == 128, "columns come by steps");
 static_assert(MOST_STEPS % 2 == 0, "what follows their barriers is read 16 bytes at a time");
 
 // Instructions
 
-// 2 or 4 bytes.
-template <int BYTES>
-__device__ inline u32 load_some(const u8* from) {
+__device__ inline u32 load_4(const u8* from) {
     u32 v;
-    if (BYTES == 4) {
-        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
-        return v;
-    }
-    u16 half;
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(half) : "l"(from));
-    return half;
-}
-
-__device__ inline void copy_16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
 }
 
 __device__ inline void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -102,18 +91,14 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
     int first_step = begin_of(rank * slices), begin = begin_of(rank * slices + slice);
     int steps = begin_of(rank * slices + slice + 1) - begin;
 
-    // Rows past the end are those of the last tile, which are not written again.
-    u32 row[TILES], from[TILES];
-#pragma unroll
-    for (int i = 0; i < TILES; i++) {
-        row[i] = group * rows + min(first_row + band * ROWS + i * 16, rows - 16);
-        from[i] = (row[i] + lane / 4) * columns + begin * STEP + lane % 4 * 16;
-    }
+    // Rows past the end are those of the last band, which are not written again.
+    u32 row = group * rows + min(first_row + band * ROWS, rows - ROWS);
+    u32 from = (row + lane / 4) * columns + begin * STEP + lane % 4 * 16;
     u32 ring = address(rings) + warp * DEPTH * STAGE + lane * 16;
     auto load = [&](int step, u32 to) {
 #pragma unroll
-        for (int n = 0; n < CHUNKS * TILES * 2; n++)
-            copy_weights(to + n * COPY, weights + from[n / 2 % TILES] + n % 2 * 8 * columns + step * STEP + n / 2 / TILES * 64);
+        for (int n = 0; n < CHUNKS * 2; n++)
+            copy_weights(to + n * COPY, weights + from + n % 2 * 8 * columns + step * STEP + n / 2 * 64);
     };
     auto begin_loading = [&]() {
 #pragma unroll
@@ -125,9 +110,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
     begin_loading();
 
     // A lane has the scales of a step.
-    u32 scale[TILES];
-#pragma unroll
-    for (int i = 0; i < TILES; i++) scale[i] = load_some<STEP / 32>(scales + (row[i] / 32 * (columns / STEP) + begin + min(lane, steps - 1)) * (STEP / 32));
+    u32 scale = load_4(scales + (row / 32 * (columns / STEP) + begin + min(lane, steps - 1)) * (STEP / 32));
 
     u64* full = barriers + (begin - first_step);
     if (band == 0 && lane == 0) {
@@ -146,53 +129,37 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
     for (int step = 0; step < steps; step++) {
 #pragma unroll 1
         for (int token = (band * 32 + lane) / LANES; token < tokens; token += bands * 32 / LANES)
-            copy_16(place + (step * places + token) * PITCH + lane % LANES * 16, activations + token * x_stride + step * STEP);
+            copy_16(place + (step * places + token) * PITCH + lane % LANES * 16, activations + token * x_stride + step * STEP, 16);
         barrier_arrive_after_copies(full + step);
     }
 
-    float sums[TILES][BLOCKS][4] = {};
+    float sums[BLOCKS][4] = {};
     u32 which = 0x4040 + lane % 4 / 2 * 0x0101;  // of the scales of a step, in its first 64 columns
     int turn = 0;
-#pragma unroll
-    for (int i = 0; i < TILES; i++)
-        while (__any_sync(ALL, over(scale[i], most_of(turn)))) turn++;
+    while (__any_sync(ALL, over(scale, most_of(turn)))) turn++;
     while (true) {
-        u32 powers[TILES];
-#pragma unroll
-        for (int i = 0; i < TILES; i++) powers[i] = of_turn(scale[i], turn);
+        u32 powers = of_turn(scale, turn);
         u32 at = place + min(lane / 4, places - 1) * PITCH + lane % 4 * 32, stage = ring;
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
-            u32 word[TILES];
-#pragma unroll
-            for (int i = 0; i < TILES; i++) word[i] = __shfl_sync(ALL, powers[i], step);
+            u32 word = __shfl_sync(ALL, powers, step);
             copies_wait<DEPTH - 1>();
             barrier_wait(full + step, 0);
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk++) {
-                uint4 raw[TILES][2];
-                u32 by[TILES];
-#pragma unroll
-                for (int i = 0; i < TILES; i++) {
-                    raw[i][0] = load_shared_4(stage + (chunk * TILES + i) * 2 * COPY);
-                    raw[i][1] = load_shared_4(stage + (chunk * TILES + i) * 2 * COPY + COPY);
-                    by[i] = power_pair(word[i], which + chunk * 0x0202);
-                }
+                const u32 by = power_pair(word, which + chunk * 0x0202), half = stage + chunk * 2 * COPY;
+                const uint4 raw[2] = {load_shared_4(half), load_shared_4(half + COPY)};
 #pragma unroll
                 for (int pair = 0; pair < 2; pair++) {
-                    u32 a[2][TILES][4];
+                    u32 a[2][4];
 #pragma unroll
-                    for (int i = 0; i < TILES; i++)
-#pragma unroll
-                        for (int n = 0; n < 8; n++)
-                            a[n / 4][i][n % 4] = scaled(widened(word_of(raw[i][n % 2], pair * 2 + n / 4), n % 4 / 2), by[i]);
+                    for (int n = 0; n < 8; n++)
+                        a[n / 4][n % 4] = scaled(widened(word_of(raw[n % 2], pair * 2 + n / 4), n % 4 / 2), by);
 #pragma unroll
                     for (int block = 0; block < BLOCKS; block++) {
                         uint4 b = load_shared_4(at + block * 8 * PITCH + chunk * 128 + pair * 16);
-#pragma unroll
-                        for (int i = 0; i < TILES; i++) multiply(sums[i][block], a[0][i], b.x, b.y);
-#pragma unroll
-                        for (int i = 0; i < TILES; i++) multiply(sums[i][block], a[1][i], b.z, b.w);
+                        multiply(sums[block], a[0], b.x, b.y);
+                        multiply(sums[block], a[1], b.z, b.w);
                     }
                 }
             }
@@ -205,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
         if (turn == 0) break;
         turn--;
 #pragma unroll
-        for (int n = 0; n < TILES * BLOCKS * 4; n++) sums[n / 4 / BLOCKS][n / 4 % BLOCKS][n % 4] *= __int_as_float(LEFT + 127 << 23);
+        for (int n = 0; n < BLOCKS * 4; n++) sums[n / 4][n % 4] *= __int_as_float(LEFT + 127 << 23);
         copies_wait<0>();
         begin_loading();
     }
@@ -217,9 +184,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, CTAS_PER_SM) produ
     float* sums_of_all = (float*)rings;
     float* to = sums_of_all + warp * part + lane % 4 * 2 * SUMS + lane / 4;
 #pragma unroll
-    for (int i = 0; i < TILES; i++)
-#pragma unroll
-        for (int n = 0; n < BLOCKS * 4; n++) to[(n / 4 * 8 + n % 2) * SUMS + i * 16 + n % 4 / 2 * 8] = sums[i][n / 4][n % 4];
+    for (int n = 0; n < BLOCKS * 4; n++) to[(n / 4 * 8 + n % 2) * SUMS + n % 4 / 2 * 8] = sums[n / 4][n % 4];
     if (ranks > 1) cluster_meet();
     else __syncthreads();
 

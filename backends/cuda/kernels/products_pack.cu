@@ -6,7 +6,7 @@
 // all t, then 8t + 2j + 1: 16 bytes each, which a thread here has to itself. Chunks of 16 bytes are swizzled as the
 // instruction wants them.
 
-#include "products.cuh"
+#include "common.cuh"
 
 #define STEP 64
 #define ROW (STEP * 2)

@@ -96,11 +96,6 @@ __device__ inline void matrices_wait(float (&x)[TOKENS / 2]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : IO_SUMS(x)::"memory");
 }
 
-// 2^(byte - 7), which puts the 2^120 of widened codes back, and the rest where that is no bf16: both twice.
-#define MOST_AT_ONCE 134
-__device__ inline u32 scale_pair(u32 byte) { return (min(byte, MOST_AT_ONCE) + 120) * 0x00800080u; }
-__device__ inline u32 rest_pair(u32 byte) { return (max(byte, MOST_AT_ONCE) - MOST_AT_ONCE + 127) * 0x00800080u; }
-
 // The weights of a lane for two instructions: of eight of its columns, each four are one of them.
 __device__ inline void widen(u32 (&a)[8], u32 upper, u32 lower, u32 next_upper, u32 next_lower, u32 byte) {
     const u32 words[2][2] = {{upper, lower}, {next_upper, next_lower}};
